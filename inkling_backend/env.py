@@ -1,0 +1,21 @@
+"""Every INKLING_* environment variable, read and checked in one place."""
+
+from __future__ import annotations
+
+import os
+
+from inkling_backend.errors import EnvironmentVariableError
+
+_KERNELS = ("auto", "triton", "reference")
+
+
+def kernels() -> str:
+    """``INKLING_KERNELS``: which implementation runs, ``auto``, ``triton`` or ``reference``.
+
+    ``auto`` takes Triton on CUDA tensors and the plain-torch reference elsewhere. ``triton`` on
+    CPU tensors needs ``TRITON_INTERPRET=1``; it exists to run the real kernels in tests.
+    """
+    value = os.environ.get("INKLING_KERNELS", "auto")
+    if value not in _KERNELS:
+        raise EnvironmentVariableError("INKLING_KERNELS", value, _KERNELS)
+    return value

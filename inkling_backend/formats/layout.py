@@ -1,0 +1,180 @@
+"""Page geometry: shapes, byte offsets and bytes per token of one layer's cache.
+
+Every size the package reports, allocates or plans with comes from here.
+
+A *slot* is the place of one token: ``slot = page * page_size + offset``. Data of a slot and head is
+one contiguous row; scale bytes live in their own buffer, ordered inside a (page, head) as the
+format's `ScaleOrder` says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from inkling_backend.errors import InvalidTensorError, UnsupportedError
+from inkling_backend.formats.spec import Format
+
+PAGE_SIZES = (32, 64, 128)
+DEFAULT_PAGE_SIZE = 128
+
+
+@dataclass(frozen=True)
+class SideLayout:
+    """Geometry of K or of V of one layer.
+
+    Attributes:
+        format: the number format.
+        head_dim: elements of one row.
+        scale_strides: byte strides of (t % 32, t // 32, block) inside a (page, head).
+    """
+
+    format: Format
+    head_dim: int
+    scale_strides: tuple[int, int, int]
+
+    @property
+    def row_items(self) -> int:
+        """Items of the data buffer's dtype in one row."""
+        return self.format.data_bytes(self.head_dim) // self.format.data_dtype.itemsize
+
+    @property
+    def blocks(self) -> int:
+        """Scale bytes of one row."""
+        return self.format.scale_bytes(self.head_dim)
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """Geometry of the pages of one model; the same for all its layers.
+
+    K and V carry their formats apart.
+    """
+
+    k_format: Format
+    v_format: Format
+    num_kv_heads: int
+    k_head_dim: int
+    v_head_dim: int
+    page_size: int = DEFAULT_PAGE_SIZE
+
+    def __post_init__(self) -> None:
+        reasons = self.reasons_against(
+            self.k_format, self.v_format, self.k_head_dim, self.v_head_dim, self.page_size
+        )
+        if reasons:
+            raise UnsupportedError("this cache layout", reasons)
+
+    @staticmethod
+    def reasons_against(
+        k_format: Format, v_format: Format, k_head_dim: int, v_head_dim: int, page_size: int
+    ) -> list[str]:
+        """Every reason why such pages cannot exist (empty if they can)."""
+        same = (k_format, k_head_dim) == (v_format, v_head_dim)
+        reasons = k_format.reasons_against(k_head_dim, "head_dim" if same else "head_dim of K")
+        if not same:
+            reasons += v_format.reasons_against(v_head_dim, "head_dim of V")
+        if page_size not in PAGE_SIZES:
+            reasons.append(
+                f"page size {page_size} is not supported: set --page-size to one of "
+                f"{', '.join(map(str, PAGE_SIZES))} (unset means {DEFAULT_PAGE_SIZE})"
+            )
+        return reasons
+
+    @property
+    def k(self) -> SideLayout:
+        """Geometry of K."""
+        blocks = self.k_format.scale_bytes(self.k_head_dim)
+        strides = self.k_format.k_order.strides(self.page_size, blocks)
+        return SideLayout(self.k_format, self.k_head_dim, strides)
+
+    @property
+    def v(self) -> SideLayout:
+        """Geometry of V."""
+        blocks = self.v_format.scale_bytes(self.v_head_dim)
+        strides = self.v_format.v_order.strides(self.page_size, blocks)
+        return SideLayout(self.v_format, self.v_head_dim, strides)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one token takes in one layer, K and V, data and scales."""
+        return self.num_kv_heads * (
+            self.k_format.row_bytes(self.k_head_dim) + self.v_format.row_bytes(self.v_head_dim)
+        )
+
+    @property
+    def bytes_per_token_bf16(self) -> int:
+        """What the same token takes in a BF16 cache: the yardstick of every gain."""
+        return self.num_kv_heads * 2 * (self.k_head_dim + self.v_head_dim)
+
+    def data_shape(self, side: SideLayout, num_pages: int) -> tuple[int, int, int]:
+        """Shape of a data buffer: (slots, kv heads, items of a row)."""
+        return num_pages * self.page_size, self.num_kv_heads, side.row_items
+
+    def scale_shape(self, side: SideLayout, num_pages: int) -> tuple[int, int, int]:
+        """Shape of a scale buffer: (pages, kv heads, page_size * blocks) uint8."""
+        return num_pages, self.num_kv_heads, self.page_size * side.blocks
+
+    def scale_offsets(self, side: SideLayout, slots: torch.Tensor) -> torch.Tensor:
+        """Flat index of every scale byte of the given slots.
+
+        Args:
+            slots: ``[T]`` integer slots.
+
+        Returns:
+            ``[T, kv heads, blocks]`` int64 indices into the flattened scale buffer.
+        """
+        lo, hi, step = side.scale_strides
+        slots = slots.to(torch.int64)
+        page, t = slots // self.page_size, slots % self.page_size
+        heads = torch.arange(self.num_kv_heads, device=slots.device)
+        blocks = torch.arange(side.blocks, device=slots.device)
+        base = (page[:, None] * self.num_kv_heads + heads) * (self.page_size * side.blocks)
+        inner = (t % 32) * lo + (t // 32) * hi
+        return (base + inner[:, None])[:, :, None] + blocks * step
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """The buffers of one layer.
+
+    k_data, v_data:     ``layout.data_shape`` of K, V.
+    k_scale, v_scale:   ``layout.scale_shape`` uint8, or None for a format without scales.
+    k_global, v_global: ``[1]`` float32 on the device, or None for a format without a global scale.
+    """
+
+    layout: CacheLayout
+    k_data: torch.Tensor
+    v_data: torch.Tensor
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+    k_global: torch.Tensor | None = None
+    v_global: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        layout = self.layout
+        num_pages = self.k_data.shape[0] // layout.page_size
+        for name, side in (("k", layout.k), ("v", layout.v)):
+            self._check(f"{name}_data", layout.data_shape(side, num_pages), side.format.data_dtype)
+            if side.format.block:
+                self._check(f"{name}_scale", layout.scale_shape(side, num_pages), torch.uint8)
+            if side.format.has_global_scale:
+                self._check(f"{name}_global", (1,), torch.float32)
+
+    def _check(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        tensor = getattr(self, name)
+        if not isinstance(tensor, torch.Tensor):
+            raise InvalidTensorError(name, "a tensor of shape", shape, tensor)
+        if tuple(tensor.shape) != shape or not tensor.is_contiguous():
+            got = f"{tuple(tensor.shape)} with strides {tensor.stride()}"
+            raise InvalidTensorError(name, "contiguous shape", shape, got)
+        if tensor.dtype != dtype:
+            raise InvalidTensorError(name, "dtype", dtype, tensor.dtype)
+        if tensor.device != self.k_data.device:
+            raise InvalidTensorError(name, "device", self.k_data.device, tensor.device)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages in the buffers, the padding page 0 included."""
+        return self.k_data.shape[0] // self.layout.page_size
