@@ -29,8 +29,8 @@ class Quantized(NamedTuple):
 class ScaleOrder(Enum):
     """Order of the scale bytes inside one (page, head), token t and block b of ``sf`` blocks.
 
-    FA4:         ``(t % 32) * (page/32) * sf + (t // 32) * sf + b``, the BlockScaledBasicChunk order.
-                 At head_dim 128 and page 128 it is byte for byte what FA4's SM100 kernel reads.
+    FA4:  ``(t % 32) * (page/32) * sf + (t // 32) * sf + b``, the BlockScaledBasicChunk order.
+           At head_dim 128 and page 128 it is byte for byte what FA4's SM100 kernel reads.
     TOKEN_MAJOR: ``t * sf + b``, one token's scales are neighbours.
     BLOCK_MAJOR: ``b * page + t``, one block's scales of all tokens are neighbours.
     """

@@ -1,0 +1,54 @@
+"""Plans: what a batch looks like, on the device, computed once and used by every layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """One new token per request.
+
+    Attributes:
+        batch: requests, on the host.
+        page_table: ``[batch, max_pages]`` int32, on the device; a request's row is valid up to its
+            length.
+        seq_lens: ``[batch]`` int32, on the device, the new token included. 0 for a row that is
+            padding: its output is zero.
+        split_indptr: ``[batch + 1]`` int32, on the device: a request's first work item.
+        work: ``[items, 2]`` int32, on the device: (request, split).
+
+    The last two are empty for the reference implementation.
+    """
+
+    batch: int
+    page_table: torch.Tensor
+    seq_lens: torch.Tensor
+    split_indptr: torch.Tensor
+    work: torch.Tensor
+
+    @property
+    def rows(self) -> int:
+        """Query rows."""
+        return self.batch
+
+
+@dataclass(frozen=True)
+class ExtendPlan:
+    """Several new tokens per request, causal.
+
+    Attributes:
+        batch: requests, on the host.
+        max_q_len: no request has more new tokens; on the host.
+        page_table: ``[batch, max_pages]`` int32, on the device.
+        seq_lens: ``[batch]`` int32, on the device, new tokens included.
+        qo_indptr: ``[batch + 1]`` int32, on the device: a request's first query row.
+    """
+
+    batch: int
+    max_q_len: int
+    page_table: torch.Tensor
+    seq_lens: torch.Tensor
+    qo_indptr: torch.Tensor

@@ -1,0 +1,266 @@
+"""`AttentionRunner`: one model's attention on one device, from plan to output.
+
+Use, per step: ``plan_decode`` or ``plan_extend`` once, then per layer ``store`` (K and V of the new
+tokens go into the pages, Q comes back as attention reads it) and ``run``. Nothing here waits for
+the device, and ``plan_decode``, ``store`` and ``run`` of a decode plan can be captured in a CUDA
+graph: grids are fixed by the batch size, and lengths, pages and global scales are read on the
+device when the graph replays.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, Protocol, overload
+
+import torch
+
+from inkling_backend import env
+from inkling_backend.attention.plans import DecodePlan, ExtendPlan
+from inkling_backend.attention.reference_path import ReferencePath
+from inkling_backend.attention.spec import AttentionSpec, requirements
+from inkling_backend.errors import InvalidTensorError, UnsupportedError
+from inkling_backend.formats import Query
+from inkling_backend.formats.layout import LayerCache
+from inkling_backend.kernels.arch import capability_of
+
+Implementation = Literal["triton", "reference"]
+
+
+class _Path(Protocol):
+    """What an implementation offers; arguments as in `AttentionRunner`, checked before."""
+
+    @property
+    def workspace_bytes(self) -> int: ...
+
+    def plan_decode(
+        self, slot_table: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, batch: int
+    ) -> DecodePlan: ...
+
+    def plan_extend(
+        self,
+        slot_table: torch.Tensor,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        qo_indptr: torch.Tensor,
+        max_q_len: int,
+    ) -> ExtendPlan: ...
+
+    def store(
+        self,
+        cache: LayerCache,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        slots: torch.Tensor,
+        q: torch.Tensor | None,
+        *,
+        quantize_query: bool,
+    ) -> Query | None: ...
+
+    def run(
+        self,
+        plan: DecodePlan | ExtendPlan,
+        query: Query,
+        cache: LayerCache,
+        out: torch.Tensor,
+        sm_scale: float,
+    ) -> None: ...
+
+
+def _choose(device: torch.device) -> Implementation:
+    """The implementation for tensors of this device (``INKLING_KERNELS``)."""
+    wanted = env.kernels()
+    if wanted == "reference" or (wanted == "auto" and device.type != "cuda"):
+        return "reference"
+    return "triton"
+
+
+class AttentionRunner:
+    """Attention of one model over block-scaled pages.
+
+    Attributes:
+        spec: the model's attention.
+        max_batch: most requests of a batch.
+        max_context: most tokens of a request; longer ones are cut to it rather than overrun memory.
+        implementation: ``"triton"`` or ``"reference"``, chosen at construction.
+    """
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        *,
+        max_batch: int,
+        max_context: int,
+        max_tokens: int,
+        device: torch.device | str,
+    ) -> None:
+        """Allocates every buffer that `plan_decode`, `plan_extend` and `run` will need.
+
+        Args:
+            max_tokens: tokens that the pool holds; no request is longer.
+
+        Raises:
+            UnsupportedError: with every reason, if this attention cannot run on the device.
+        """
+        self.device = torch.device(device)
+        reasons = requirements(spec, capability_of(self.device))
+        if reasons:
+            raise UnsupportedError("this model", reasons)
+        self.spec = spec
+        self.max_batch = max_batch
+        self.max_context = min(max_context, max_tokens)
+        self.implementation: Implementation = _choose(self.device)
+        self._path: _Path
+        if self.implementation == "triton":
+            from inkling_backend.attention.triton_path import TritonPath
+
+            self._path = TritonPath(spec, max_batch, self.max_context, self.device)
+        else:
+            self._path = ReferencePath(spec, self.max_context)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Device bytes held by this runner, beside the pool; to be counted when sizing it."""
+        return self._path.workspace_bytes
+
+    def plan_decode(
+        self, slot_table: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, batch: int
+    ) -> DecodePlan:
+        """Plans one new token for each of ``batch`` requests.
+
+        The plan's tensors are this runner's own, at the same addresses every time; the next
+        `plan_decode` overwrites them. `plan_extend` does not.
+
+        Args:
+            slot_table: ``[rows, >= max_context]`` int32, position -> slot; whole pages per request.
+            rows: ``[>= batch]`` int32 or int64, each request's row of ``slot_table``.
+            seq_lens: ``[>= batch]`` int32 or int64, the new token included; 0 for padding.
+            batch: requests.
+        """
+        self._check_batch(slot_table, rows, seq_lens, batch)
+        return self._path.plan_decode(slot_table, rows, seq_lens, batch)
+
+    def plan_extend(
+        self,
+        slot_table: torch.Tensor,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        qo_indptr: torch.Tensor,
+        max_q_len: int,
+    ) -> ExtendPlan:
+        """Plans several new tokens per request; the buffers are apart from those of decode.
+
+        Args:
+            slot_table: ``[rows, >= max_context]`` int32, position -> slot; whole pages per request.
+            rows, seq_lens: ``[B]`` int32 or int64; lengths include the new tokens.
+            qo_indptr: ``[B + 1]`` int32 or int64, each request's first query row.
+            max_q_len: at least the longest request's number of new tokens; rows beyond it would
+                not be computed.
+        """
+        batch = rows.shape[0]
+        self._check_batch(slot_table, rows, seq_lens, batch)
+        if tuple(qo_indptr.shape) != (batch + 1,):
+            raise InvalidTensorError("qo_indptr", "shape", (batch + 1,), tuple(qo_indptr.shape))
+        return self._path.plan_extend(slot_table, rows, seq_lens, qo_indptr, max_q_len)
+
+    @overload
+    def store(
+        self,
+        cache: LayerCache,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        slots: torch.Tensor,
+        q: torch.Tensor,
+    ) -> Query: ...
+
+    @overload
+    def store(
+        self,
+        cache: LayerCache,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        slots: torch.Tensor,
+        q: None = None,
+    ) -> None: ...
+
+    def store(
+        self,
+        cache: LayerCache,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        slots: torch.Tensor,
+        q: torch.Tensor | None = None,
+    ) -> Query | None:
+        """Writes new tokens into the pages; gives back Q as `run` wants it (None if q is None).
+
+        Args:
+            k, v: ``[T, kv heads, Dk]``, ``[T, kv heads, Dv]``.
+            slots: ``[T]`` int32 or int64; a slot of 0 or below is skipped.
+            q: ``[T, query heads, Dk]`` or None.
+        """
+        return self._path.store(cache, k, v, slots, q, quantize_query=self.spec.quantize_query)
+
+    def run(
+        self,
+        plan: DecodePlan | ExtendPlan,
+        query: Query,
+        cache: LayerCache,
+        out: torch.Tensor,
+        sm_scale: float,
+    ) -> torch.Tensor:
+        """Attention of one layer.
+
+        Args:
+            plan: the batch; `store` has put its new tokens into ``cache``.
+            query: ``[T, query heads, Dk]``; T is ``plan.batch`` for decode, and for extend at least
+                ``qo_indptr[-1]``. Rows from there on are padding and their ``out`` is not written.
+            out: ``[T, query heads, Dv]`` or ``[T, query heads * Dv]``, contiguous, model's dtype.
+            sm_scale: positive factor of the logits.
+
+        Returns:
+            ``out``.
+        """
+        rows = self._check_query(plan, query)
+        heads, head_dim = self.spec.num_q_heads, self.spec.layout.v_head_dim
+        if tuple(out.shape) not in ((rows, heads, head_dim), (rows, heads * head_dim)):
+            raise InvalidTensorError("out", "shape", (rows, heads, head_dim), tuple(out.shape))
+        if out.dtype != self.spec.dtype or not out.is_contiguous():
+            got = f"{out.dtype}, strides {out.stride()}"
+            raise InvalidTensorError("out", "contiguous", self.spec.dtype, got)
+        if not 0.0 < sm_scale < math.inf:
+            raise InvalidTensorError("sm_scale", "a value", "positive and finite", sm_scale)
+        if rows and plan.batch and getattr(plan, "max_q_len", 1):
+            self._path.run(plan, query, cache, out.view(rows, heads, head_dim), sm_scale)
+        return out
+
+    def _check_query(self, plan: DecodePlan | ExtendPlan, query: Query) -> int:
+        """Rows of the query."""
+        data, scale = query
+        rows = data.shape[0] if isinstance(plan, ExtendPlan) else plan.batch
+        shape = (rows, self.spec.num_q_heads, self.spec.layout.k_head_dim)
+        if tuple(data.shape) != shape or not data.is_contiguous():
+            got = f"{tuple(data.shape)} with strides {data.stride()}"
+            raise InvalidTensorError("query", "contiguous shape", shape, got)
+        wanted = self.spec.dtype if scale is None else torch.uint8
+        if data.dtype != wanted:
+            raise InvalidTensorError("query", "dtype", wanted, data.dtype)
+        if scale is not None and tuple(scale.shape) != (*shape[:2], shape[2] // 32):
+            want = (*shape[:2], shape[2] // 32)
+            raise InvalidTensorError("query.scale", "shape", want, tuple(scale.shape))
+        return rows
+
+    def _check_batch(
+        self, slot_table: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, batch: int
+    ) -> None:
+        if not 0 <= batch <= self.max_batch:
+            raise InvalidTensorError("rows", "at most requests", self.max_batch, batch)
+        if slot_table.ndim != 2 or slot_table.dtype != torch.int32 or slot_table.stride(1) != 1:
+            got = f"{tuple(slot_table.shape)} {slot_table.dtype}, strides {slot_table.stride()}"
+            raise InvalidTensorError("slot_table", "rows of", "int32 slots", got)
+        if slot_table.shape[1] < self.max_context:
+            expected = f"at least {self.max_context} columns"
+            raise InvalidTensorError("slot_table", "shape", expected, tuple(slot_table.shape))
+        for name, tensor in (("rows", rows), ("seq_lens", seq_lens)):
+            if tensor.ndim != 1 or tensor.shape[0] < batch or not tensor.is_contiguous():
+                raise InvalidTensorError(name, "shape", f"[>= {batch}]", tuple(tensor.shape))
+            if tensor.dtype not in (torch.int32, torch.int64):
+                raise InvalidTensorError(name, "dtype", "int32 or int64", tensor.dtype)

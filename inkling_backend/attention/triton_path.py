@@ -1,0 +1,163 @@
+"""The Triton implementation behind `AttentionRunner`: graph-stable buffers around the kernels.
+
+Imported only where it is used: importing it needs Triton.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from inkling_backend.attention.plans import DecodePlan, ExtendPlan
+from inkling_backend.attention.spec import AttentionSpec
+from inkling_backend.formats import Query
+from inkling_backend.formats.layout import LayerCache
+from inkling_backend.kernels import plan as planner
+from inkling_backend.kernels.configs import split_rule
+from inkling_backend.kernels.decode import Partial, decode
+from inkling_backend.kernels.extend import extend
+from inkling_backend.kernels.merge import merge
+from inkling_backend.kernels.store import store
+
+
+class TritonPath:
+    """Buffers are allocated once, apart for decode and extend.
+
+    So a captured decode graph finds its plan and its partial results where they were, whatever
+    was extended in between.
+    """
+
+    def __init__(
+        self, spec: AttentionSpec, max_batch: int, max_context: int, device: torch.device
+    ) -> None:
+        layout = spec.layout
+        self._page = layout.page_size
+        self._max_context = max_context
+        self._rule = split_rule(spec.num_q_heads, layout, max_batch)
+        items = max_batch * self._rule.most_splits(max_context)
+        max_pages = -(-max_context // layout.page_size)
+
+        def ints(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        self._decode_pages = ints(max_batch, max_pages)
+        self._decode_lens = ints(max_batch)
+        self._split_indptr = ints(max_batch + 1)
+        self._work = ints(items, 2)
+        self._extend_pages = ints(max_batch, max_pages)
+        self._extend_lens = ints(max_batch)
+        self._qo_indptr = ints(max_batch + 1)
+
+        def floats(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=torch.float32, device=device)
+
+        heads = spec.num_q_heads
+        self._partial = Partial(
+            floats(items, heads, layout.v_head_dim), floats(items, heads), floats(items, heads)
+        )
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of all buffers held."""
+        tensors = [t for t in vars(self).values() if isinstance(t, torch.Tensor)]
+        return sum(t.nbytes for t in (*tensors, *self._partial))
+
+    def plan_decode(
+        self, slot_table: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, batch: int
+    ) -> DecodePlan:
+        planner.plan_decode(
+            slot_table,
+            rows,
+            seq_lens,
+            batch=batch,
+            page_size=self._page,
+            max_context=self._max_context,
+            rule=self._rule,
+            page_table=self._decode_pages,
+            seq_lens_out=self._decode_lens,
+            split_indptr=self._split_indptr,
+            work=self._work,
+        )
+        return DecodePlan(
+            batch,
+            self._decode_pages[:batch],
+            self._decode_lens[:batch],
+            self._split_indptr[: batch + 1],
+            self._work,
+        )
+
+    def plan_extend(
+        self,
+        slot_table: torch.Tensor,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        qo_indptr: torch.Tensor,
+        max_q_len: int,
+    ) -> ExtendPlan:
+        batch = rows.shape[0]
+        planner.plan_extend(
+            slot_table,
+            rows,
+            seq_lens,
+            qo_indptr,
+            batch=batch,
+            page_size=self._page,
+            max_context=self._max_context,
+            page_table=self._extend_pages,
+            seq_lens_out=self._extend_lens,
+            qo_indptr_out=self._qo_indptr,
+        )
+        return ExtendPlan(
+            batch,
+            max_q_len,
+            self._extend_pages[:batch],
+            self._extend_lens[:batch],
+            self._qo_indptr[: batch + 1],
+        )
+
+    def store(
+        self,
+        cache: LayerCache,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        slots: torch.Tensor,
+        q: torch.Tensor | None,
+        *,
+        quantize_query: bool,
+    ) -> Query | None:
+        return store(k, v, slots, cache, q=q, quantize_q=quantize_query)
+
+    def run(
+        self,
+        plan: DecodePlan | ExtendPlan,
+        query: Query,
+        cache: LayerCache,
+        out: torch.Tensor,
+        sm_scale: float,
+    ) -> None:
+        if isinstance(plan, ExtendPlan):
+            extend(
+                query,
+                cache,
+                page_table=plan.page_table,
+                seq_lens=plan.seq_lens,
+                qo_indptr=plan.qo_indptr,
+                batch=plan.batch,
+                max_q_len=plan.max_q_len,
+                out=out,
+                sm_scale=sm_scale,
+            )
+            return
+        decode(
+            query,
+            cache,
+            page_table=plan.page_table,
+            seq_lens=plan.seq_lens,
+            split_indptr=plan.split_indptr,
+            work=plan.work,
+            rule=self._rule,
+            batch=plan.batch,
+            partial=self._partial,
+            out=out,
+            sm_scale=sm_scale,
+        )
+        merge(self._partial, plan.split_indptr, batch=plan.batch, out=out)

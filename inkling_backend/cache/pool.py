@@ -1,0 +1,201 @@
+"""The cache buffers of one model, in any pair of formats.
+
+Per layer: K and V data, and their scale bytes where the format has any, each a tensor of its own.
+Whatever moves, copies or exports a token takes its scales along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from inkling_backend.errors import InvalidTensorError
+from inkling_backend.formats.layout import CacheLayout, LayerCache, SideLayout
+from inkling_backend.formats.spec import Quantized
+
+Allocate = Callable[..., torch.Tensor]
+
+
+class Buffer(NamedTuple):
+    """One buffer of the pool, for those who transfer pages.
+
+    name:           ``layer{i}.{k_data|k_scale|v_data|v_scale}``.
+    tensor:         the buffer; page p is bytes ``[p * bytes_per_page, (p + 1) * bytes_per_page)``.
+    bytes_per_page: a page's bytes, contiguous.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    bytes_per_page: int
+
+
+class SlotRows(NamedTuple):
+    """Some tokens of one layer as they are stored.
+
+    k, v: data ``[T, kv heads, row items]`` and scale ``[T, kv heads, blocks]`` uint8 or None.
+    """
+
+    k: Quantized
+    v: Quantized
+
+
+class KVCachePool:
+    """Buffers of all layers of one model.
+
+    Attributes:
+        layout: geometry of the pages.
+        num_layers, num_pages: sizes; page 0, whose slot 0 is padding, is counted.
+        k_global, v_global: ``[num_layers]`` float32 on the device, 1.0 at first, or None for a
+            format without a global scale. Kernels read them when they run, so that a change in
+            place is seen by captured graphs too.
+    """
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        num_layers: int,
+        num_pages: int,
+        device: torch.device | str,
+        allocate: Allocate = torch.zeros,
+    ) -> None:
+        """Allocates every buffer.
+
+        Args:
+            allocate: called like `torch.zeros`; must give zeroed memory (a byte of 0xFF is a NaN).
+        """
+        self.layout = layout
+        self.num_layers = num_layers
+        self.num_pages = num_pages
+
+        def global_scales(side: SideLayout) -> torch.Tensor | None:
+            if not side.format.has_global_scale:
+                return None
+            return allocate((num_layers,), dtype=torch.float32, device=device).fill_(1.0)
+
+        def data(side: SideLayout) -> torch.Tensor:
+            shape = layout.data_shape(side, num_pages)
+            return allocate(shape, dtype=side.format.data_dtype, device=device)
+
+        def scale(side: SideLayout) -> torch.Tensor | None:
+            if not side.format.block:
+                return None
+            shape = layout.scale_shape(side, num_pages)
+            return allocate(shape, dtype=torch.uint8, device=device)
+
+        self.k_global = global_scales(layout.k)
+        self.v_global = global_scales(layout.v)
+        self._layers = [
+            LayerCache(
+                layout,
+                data(layout.k),
+                data(layout.v),
+                scale(layout.k),
+                scale(layout.v),
+                None if self.k_global is None else self.k_global[i : i + 1],
+                None if self.v_global is None else self.v_global[i : i + 1],
+            )
+            for i in range(num_layers)
+        ]
+
+    def layer(self, index: int) -> LayerCache:
+        """Buffers of one layer."""
+        return self._layers[index]
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of one layer, those of page 0 included."""
+        return self.num_pages * self.layout.page_size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of every buffer.
+
+        That is ``layout.bytes_per_token * num_layers * num_slots``, and four bytes per layer for
+        each side whose format has a global scale.
+        """
+        scales = [s.nbytes for s in (self.k_global, self.v_global) if s is not None]
+        return sum(buffer.tensor.nbytes for buffer in self.buffers()) + sum(scales)
+
+    def buffers(self) -> list[Buffer]:
+        """Every buffer that grows with the pool: what a transfer of pages must take along."""
+        found = []
+        for i, cache in enumerate(self._layers):
+            for name in ("k_data", "k_scale", "v_data", "v_scale"):
+                tensor = getattr(cache, name)
+                if tensor is not None:
+                    per_page = tensor.nbytes // self.num_pages if self.num_pages else 0
+                    found.append(Buffer(f"layer{i}.{name}", tensor, per_page))
+        return found
+
+    def copy_slots(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Copies tokens, scales included, from slots ``src`` to slots ``dst``, in every layer.
+
+        Args:
+            dst, src: ``[T]`` integer slots on the pool's device; they may overlap. A token whose
+                ``dst`` is 0 or negative is skipped.
+        """
+        if dst.shape != src.shape or dst.ndim != 1:
+            raise InvalidTensorError("src", "shape of dst", tuple(dst.shape), tuple(src.shape))
+        real = dst > 0
+        dst = torch.where(real, dst, 0).to(torch.int64)
+        src = torch.where(real, src, 0).to(torch.int64)
+        for cache in self._layers:
+            for tensor, to, where in zip(
+                self._flat(cache), self._indices(dst), self._indices(src), strict=True
+            ):
+                tensor[to] = tensor[where]
+
+    def export_slots(self, slots: torch.Tensor) -> list[SlotRows]:
+        """The bytes of some tokens in every layer, in CPU memory.
+
+        Args:
+            slots: ``[T]`` integer slots on the pool's device.
+        """
+        indices = self._indices(slots.to(torch.int64))
+        exported = []
+        for cache in self._layers:
+            rows = iter([t[i].cpu() for t, i in zip(self._flat(cache), indices, strict=True)])
+            sides = [
+                Quantized(next(rows), next(rows) if side.format.block else None)
+                for side in (self.layout.k, self.layout.v)
+            ]
+            exported.append(SlotRows(*sides))
+        return exported
+
+    def import_slots(self, slots: torch.Tensor, rows: Sequence[SlotRows]) -> None:
+        """Writes what `export_slots` gave, layer by layer, into other slots.
+
+        Args:
+            slots: ``[T]`` integer slots on the pool's device, all positive.
+            rows: one entry per layer.
+        """
+        if len(rows) != self.num_layers:
+            raise InvalidTensorError("rows", "one entry per layer,", self.num_layers, len(rows))
+        indices = self._indices(slots.to(torch.int64))
+        for cache, layer_rows in zip(self._layers, rows, strict=True):
+            parts = [part for side in layer_rows for part in side if part is not None]
+            for tensor, index, part in zip(self._flat(cache), indices, parts, strict=True):
+                if part.shape[0] != slots.shape[0] or part.dtype != tensor.dtype:
+                    got = f"{tuple(part.shape)} {part.dtype}"
+                    raise InvalidTensorError("rows", "tokens", (slots.shape[0],), got)
+                tensor[index] = part.to(tensor.device)
+
+    def _flat(self, cache: LayerCache) -> list[torch.Tensor]:
+        """Buffers of a layer in the order and form that `_indices` indexes."""
+        found = []
+        for data, scale in ((cache.k_data, cache.k_scale), (cache.v_data, cache.v_scale)):
+            found.append(data)
+            if scale is not None:
+                found.append(scale.view(-1))
+        return found
+
+    def _indices(self, slots: torch.Tensor) -> list[torch.Tensor]:
+        """Index of the slots' bytes into each tensor of `_flat`."""
+        found = []
+        for side in (self.layout.k, self.layout.v):
+            found.append(slots)
+            if side.format.block:
+                found.append(self.layout.scale_offsets(side, slots))
+        return found

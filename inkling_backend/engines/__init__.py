@@ -1,0 +1,1 @@
+"""Bindings to serving engines; the only place that may import one."""

@@ -1,0 +1,258 @@
+"""The attention backend: the engine's batches in, `AttentionRunner` plans and runs out.
+
+New tokens are stored first, then attention reads pages alone. Decode plans inside the CUDA graph
+from the graph's own static buffers, so that a replay does no work on the host.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+from inkling_backend.attention import AttentionRunner, AttentionSpec
+from inkling_backend.engines.sglang import versions
+from inkling_backend.engines.sglang.flags import flags_of
+from inkling_backend.engines.sglang.pool import (
+    InklingKVPool,
+    engine_recipe,
+    layout_of,
+    recipe_of,
+)
+from inkling_backend.engines.sglang.requirements import layer_reasons
+from inkling_backend.errors import UnsupportedError
+from inkling_backend.formats import Query, Recipe
+from inkling_backend.formats.layout import CacheLayout, LayerCache
+
+logger = logging.getLogger(__name__)
+
+
+class InklingAttnBackend(AttentionBackend):
+    """Block-scaled attention over `InklingKVPool`, or over the engine's own pool for BF16."""
+
+    # Lengths are read on the device; the host needs only the engine's list of new tokens.
+    needs_cpu_seq_lens = False
+    # Plans have one row per request slot, so dummy batches must not hold more requests.
+    extend_dummy_seqs_capped_by_req_pool = True
+
+    def __init__(self, model_runner: Any) -> None:
+        super().__init__()
+        config, pool = model_runner.model_config, model_runner.token_to_kv_pool
+        self.device = torch.device(model_runner.device)
+        self.req_to_token = model_runner.req_to_token_pool.req_to_token
+        self.pool = pool
+        self.recipe, self.layout = _geometry(model_runner)
+        num_q_heads = config.num_attention_heads // versions.active_attention_tp_size()
+        layers = [m for m in model_runner.model.modules() if isinstance(m, RadixAttention)]
+        reasons = layer_reasons(layers, self.layout, num_q_heads)
+        if reasons:
+            raise UnsupportedError("this model", reasons)
+
+        flags = flags_of(versions.active_server_args())
+        rows, max_context = self.req_to_token.shape
+        self.runner = AttentionRunner(
+            AttentionSpec(
+                num_q_heads=num_q_heads,
+                layout=self.layout,
+                dtype=model_runner.dtype,
+                quantize_query=flags.quantizes_query(self.recipe.quantize_query),
+            ),
+            max_batch=rows,
+            max_context=max_context,
+            max_tokens=pool.size,
+            device=self.device,
+        )
+        self._layers: dict[int, LayerCache] = {}
+        self._plan: Any = None
+        if isinstance(pool, InklingKVPool):
+            pool.runner = self.runner
+        if versions.is_first_rank():
+            self._log_start(layers)
+
+    def _log_start(self, layers: list[Any]) -> None:
+        layout, num_layers = self.layout, self.pool.layer_num
+        logger.info(
+            "inkling: KV cache recipe %s, %d bytes per token (%d layers of %d), %d tokens in the "
+            "pool, %.2fx the tokens of BF16, %s kernels on %s, queries in %s, workspace %.1f MiB",
+            self.recipe.name,
+            layout.bytes_per_token * num_layers,
+            num_layers,
+            layout.bytes_per_token,
+            self.pool.size,
+            layout.bytes_per_token_bf16 / layout.bytes_per_token,
+            self.runner.implementation,
+            self.device.type,
+            "mxfp8" if self.runner.spec.quantize_query else self.runner.spec.dtype,
+            self.runner.workspace_bytes / 2**20,
+        )
+        if any(layer.k_scale is not None or layer.v_scale is not None for layer in layers):
+            logger.info(
+                "inkling: the checkpoint's k_scale and v_scale are not needed and not used: every "
+                "block of the cache carries its own scale"
+            )
+
+    # Metadata
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Plan one eager forward."""
+        mode = forward_batch.forward_mode
+        self._refuse_speculative(mode)
+        if mode.is_idle() or forward_batch.batch_size == 0:
+            self._plan = None
+        elif mode.is_decode():
+            self._plan_decode(forward_batch)
+        else:
+            self._plan = self.runner.plan_extend(
+                self.req_to_token,
+                forward_batch.req_pool_indices,
+                forward_batch.seq_lens,
+                _indptr(forward_batch.extend_seq_lens),
+                max(forward_batch.extend_seq_lens_cpu, default=0),
+            )
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """The runner's buffers are graph-stable from the start; check that they are big enough."""
+        if max_bs > self.req_to_token.shape[0]:
+            raise UnsupportedError(
+                f"CUDA graphs for {max_bs} requests",
+                [f"the server runs at most {self.req_to_token.shape[0] - 1}: lower the graph size"],
+            )
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Nothing to do outside the graph: planning is captured."""
+        self._refuse_speculative(forward_batch.forward_mode)
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """Plan decode from the graph's static request rows and lengths; recorded and replayed."""
+        self._plan_decode(forward_batch)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Length of the rows that pad a graph: one token of the engine's padding request."""
+        return 1
+
+    def get_cpu_graph_seq_len_fill_value(self) -> int:
+        """Same as for CUDA graphs."""
+        return 1
+
+    def _plan_decode(self, forward_batch: Any) -> None:
+        self._plan = self.runner.plan_decode(
+            self.req_to_token,
+            forward_batch.req_pool_indices,
+            forward_batch.seq_lens,
+            forward_batch.batch_size,
+        )
+
+    @staticmethod
+    def _refuse_speculative(mode: Any) -> None:
+        if mode.is_target_verify() or mode.is_draft_extend_v2():
+            raise UnsupportedError("this batch", ["speculative decoding is not supported"])
+
+    # Attention
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """One new token per request: ``[B, query heads * Dk]`` -> ``[B, query heads * Dv]``."""
+        return self._attend(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Ragged new tokens: ``[T, query heads * Dk]`` -> ``[T, query heads * Dv]``."""
+        out = self._attend(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
+        tokens = forward_batch.extend_num_tokens
+        if tokens is not None and tokens < out.shape[0]:
+            out[tokens:].zero_()
+        return out
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool,
+        kwargs: dict[str, Any],
+    ) -> torch.Tensor:
+        asked = (name for name, value in kwargs.items() if value is not None and value is not False)
+        if unknown := sorted(asked):
+            raise UnsupportedError(
+                "this model", [f"its attention layers pass {', '.join(unknown)}: not supported"]
+            )
+        layout, cache = self.layout, self._layer(layer.layer_id)
+        q = q.view(-1, layer.tp_q_head_num, layout.k_head_dim).to(self.runner.spec.dtype)
+        if not self.runner.spec.quantize_query:
+            # Rows of a fused QKV projection are strided; a quantized query is dense anyway.
+            q = q.contiguous()
+        if save_kv_cache and k is not None and v is not None:
+            query = self.runner.store(
+                cache,
+                k.view(-1, layout.num_kv_heads, layout.k_head_dim),
+                v.view(-1, layout.num_kv_heads, layout.v_head_dim),
+                forward_batch.out_cache_loc[: k.shape[0]],
+                q,
+            )
+        elif self.runner.spec.quantize_query:
+            # K and V are in the cache already: an earlier layer's, or a fused writer's.
+            query = Query.quantize(q)
+        else:
+            query = Query(q, None)
+        out = q.new_empty(q.shape[0], layer.tp_q_head_num, layout.v_head_dim)
+        if self._plan is None:
+            return out.zero_().flatten(1)
+        self.runner.run(self._plan, query, cache, out, layer.scaling)
+        return out.flatten(1)
+
+    def _layer(self, layer_id: int) -> LayerCache:
+        cache = self._layers.get(layer_id)
+        if cache is None:
+            pool = self.pool
+            cache = (
+                pool.layer(layer_id)
+                if isinstance(pool, InklingKVPool)
+                else LayerCache(self.layout, *pool.get_kv_buffer(layer_id))
+            )
+            self._layers[layer_id] = cache
+        return cache
+
+
+def _geometry(model_runner: Any) -> tuple[Recipe, CacheLayout]:
+    """Recipe and page geometry of the runner's pool."""
+    pool, name = model_runner.token_to_kv_pool, model_runner.kv_cache_dtype_str
+    recipe = recipe_of(name)
+    if isinstance(pool, InklingKVPool) and recipe is not None:
+        return recipe, pool.layout
+    plain = isinstance(pool, MHATokenToKVPool) and pool.kv_cache_layout == "nhd"
+    if recipe is not None or not plain or pool.dtype != torch.bfloat16:
+        raise UnsupportedError(
+            "this model",
+            [f"the engine keeps its KV cache {name} in a {type(pool).__name__} of {pool.dtype}"],
+        )
+    recipe = engine_recipe(name)
+    return recipe, layout_of(recipe, model_runner.model_config, pool.page_size)
+
+
+def _indptr(lengths: torch.Tensor) -> torch.Tensor:
+    """``[B]`` lengths -> ``[B + 1]`` int32 row offsets."""
+    out = lengths.new_zeros(lengths.shape[0] + 1, dtype=torch.int32)
+    torch.cumsum(lengths, 0, out=out[1:])
+    return out

@@ -1,0 +1,130 @@
+"""Options of the backend: their names, values, and how they reach every process.
+
+The cache recipe is expressed in the engine's own ``kv_cache_dtype``, which the engine hands to all
+its processes. What has no field of the engine's travels as one attribute on the ``ServerArgs``
+record, which the engine pickles whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextvars
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from inkling_backend.errors import UnknownNameError
+
+BACKEND = "inkling"
+
+# --fp4-kv-cache-recipe -> the engine's --kv-cache-dtype.
+FP4_RECIPES = {"nvfp4": "nvfp4", "kvfp4": "fp4_mx_block16"}
+# The engine's --kv-cache-dtype -> name of the recipe.
+KV_CACHE_DTYPES = {
+    "mxfp8": "mxfp8",
+    "nvfp4": "nvfp4",
+    "fp4_mx_block16": "kvfp4",
+    "bf16": "bf16",
+    "bfloat16": "bf16",
+}
+DEFAULT_KV_CACHE_DTYPE = "mxfp8"
+QUERY_DTYPES = ("auto", "bf16")
+
+_ATTRIBUTE = "_inkling_flags"
+_pending: contextvars.ContextVar[Flags | None] = contextvars.ContextVar(
+    "inkling_flags", default=None
+)
+
+
+@dataclass(frozen=True)
+class Flags:
+    """The backend's own options, as the user gave them.
+
+    Attributes:
+        fp4_kv_cache_recipe: ``nvfp4``, ``kvfp4`` or None.
+        inkling_query_dtype: ``auto`` lets the recipe decide (MXFP8 quantizes the queries),
+            ``bf16`` keeps the queries in the model's dtype.
+    """
+
+    fp4_kv_cache_recipe: str | None = None
+    inkling_query_dtype: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.fp4_kv_cache_recipe is not None and self.fp4_kv_cache_recipe not in FP4_RECIPES:
+            raise UnknownNameError(
+                "--fp4-kv-cache-recipe", self.fp4_kv_cache_recipe, tuple(FP4_RECIPES)
+            )
+        if self.inkling_query_dtype not in QUERY_DTYPES:
+            raise UnknownNameError("--inkling-query-dtype", self.inkling_query_dtype, QUERY_DTYPES)
+
+    @property
+    def any_set(self) -> bool:
+        """Whether the user gave one of the backend's own options."""
+        return self != Flags()
+
+    def quantizes_query(self, recipe_quantizes: bool) -> bool:
+        """Whether queries are quantized, given what the recipe does by itself."""
+        return recipe_quantizes and self.inkling_query_dtype == "auto"
+
+
+def add_cli_args(parser: argparse.ArgumentParser) -> None:
+    """Add the backend's options to the engine's parser."""
+    group = parser.add_argument_group(f"--attention-backend {BACKEND}")
+    group.add_argument(
+        "--fp4-kv-cache-recipe",
+        choices=tuple(FP4_RECIPES),
+        default=None,
+        help="Serve from a 4-bit KV cache; needs --attention-backend inkling. "
+        "Without it the cache is MXFP8 (or what --kv-cache-dtype says).",
+    )
+    group.add_argument(
+        "--inkling-query-dtype",
+        choices=QUERY_DTYPES,
+        default="auto",
+        help="'auto': the recipe decides (MXFP8 quantizes the queries); "
+        "'bf16': keep the queries in the model's dtype.",
+    )
+
+
+def take(arguments: dict[str, Any]) -> Flags:
+    """Take the backend's options out of keyword arguments and express the recipe in the rest.
+
+    ``arguments`` loses ``fp4_kv_cache_recipe`` and ``inkling_query_dtype``; an unset or ``auto``
+    ``kv_cache_dtype`` becomes the engine's name of the recipe. A ``kv_cache_dtype`` that the user
+    set stays as it is: a conflict is one of the reasons that `requirements` reports.
+    """
+    flags = Flags(
+        arguments.pop("fp4_kv_cache_recipe", None),
+        arguments.pop("inkling_query_dtype", None) or "auto",
+    )
+    recipe = flags.fp4_kv_cache_recipe
+    if recipe is not None and arguments.get("kv_cache_dtype") in (None, "auto"):
+        arguments["kv_cache_dtype"] = FP4_RECIPES[recipe]
+    return flags
+
+
+def construct(flags: Flags, make: Callable[[], Any]) -> Any:
+    """Call ``make`` for a ``ServerArgs`` and attach ``flags`` to it.
+
+    While ``make`` runs, `flags_of` finds the flags too: SGLang 0.5.17 resolves its arguments
+    inside the constructor.
+    """
+    with _constructing(flags):
+        server_args = make()
+    setattr(server_args, _ATTRIBUTE, flags)
+    return server_args
+
+
+def flags_of(server_args: Any) -> Flags:
+    """The backend's options of a ``ServerArgs`` record, defaults if it carries none."""
+    return getattr(server_args, _ATTRIBUTE, None) or _pending.get() or Flags()
+
+
+@contextmanager
+def _constructing(flags: Flags) -> Iterator[None]:
+    token = _pending.set(flags)
+    try:
+        yield
+    finally:
+        _pending.reset(token)

@@ -1,0 +1,284 @@
+"""The ledger: every place where the plugin changes the engine.
+
+Each hook acts for this backend alone and calls the engine's own code for every other. `install`
+registers them; `verify` fails loudly where the engine only logs that a hook could not be applied.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from inkling_backend.engines.sglang import versions
+from inkling_backend.engines.sglang.flags import (
+    DEFAULT_KV_CACHE_DTYPE,
+    KV_CACHE_DTYPES,
+    add_cli_args,
+    construct,
+    flags_of,
+    take,
+)
+from inkling_backend.engines.sglang.requirements import (
+    argument_reasons,
+    flag_reasons,
+    uses_backend,
+)
+from inkling_backend.errors import UnsupportedError
+from inkling_backend.formats.layout import DEFAULT_PAGE_SIZE, CacheLayout
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One change to the engine.
+
+    Attributes:
+        target: dotted name, or the name of an argument resolution step.
+        how: ``step``, ``after``, ``around``, ``before`` or ``replace``.
+        hook: what runs.
+        why: what would not work without it.
+        since: first engine version that needs it.
+        until: when it can go.
+    """
+
+    target: str
+    how: str
+    hook: Callable[..., Any]
+    why: str
+    since: str = "0.5.17"
+    until: str = "the engine lets an attention backend bring its own KV pool"
+
+
+# Arguments
+
+
+def _add_flags(result: Any, parser: Any) -> None:
+    add_cli_args(parser)
+
+
+def _from_cli_args(original: Callable[..., Any], cls: type, args: Any) -> Any:
+    values = dict(vars(args))
+    flags = take(values)
+    return construct(flags, lambda: original(cls, type(args)(**values)))
+
+
+def build_server_args(server_args_class: type, **kwargs: Any) -> Any:
+    """``ServerArgs`` from the keywords of ``sglang.Engine``, the backend's own among them."""
+    flags = take(kwargs)
+    return construct(flags, lambda: server_args_class(**kwargs))
+
+
+def _prepare(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """Default the cache's dtype and page size, then refuse with every reason at once."""
+    previous(server_args)
+    view, flags = versions.view(server_args), flags_of(server_args)
+    backends = versions.attention_backends(view)
+    if not uses_backend(backends):
+        _raise_if(flag_reasons(flags, backends))
+        return
+    verify()
+    if view.kv_cache_dtype in (None, "auto"):
+        versions.set_fields(server_args, kv_cache_dtype=DEFAULT_KV_CACHE_DTYPE)
+    if view.page_size is None:
+        versions.set_fields(server_args, page_size=DEFAULT_PAGE_SIZE)
+    view = versions.view(server_args)
+    model = versions.model_config(server_args)
+    _raise_if(
+        argument_reasons(
+            view,
+            flags,
+            backends,
+            model,
+            capability=versions.gpu_capability(view.device),
+            cpu_supported=versions.runs_on_cpu(),
+            tp_size=versions.attention_tp_size(view),
+            traits=versions.model_traits(model),
+        )
+    )
+
+
+def _raise_if(reasons: list[str]) -> None:
+    if reasons:
+        raise UnsupportedError("this configuration", reasons)
+
+
+def _skip(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """Skip an engine check that knows only the engine's own backends."""
+    if not uses_backend(versions.attention_backends(versions.view(server_args))):
+        previous(server_args)
+
+
+def _confirm(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """Refuse if the engine's later steps replaced what the user chose and we had accepted."""
+    before = versions.attention_backends(versions.view(server_args))
+    previous(server_args)
+    view = versions.view(server_args)
+    after = versions.attention_backends(view)
+    if not uses_backend(before):
+        return
+    if after != before:
+        raise UnsupportedError(
+            "this model", [f"the engine forces the attention backends {after} instead of {before}"]
+        )
+    if view.kv_cache_dtype not in KV_CACHE_DTYPES:
+        raise UnsupportedError(
+            "this model", [f"the engine forces --kv-cache-dtype {view.kv_cache_dtype}"]
+        )
+
+
+# KV pool
+
+
+def _configure_kv_cache_dtype(original: Callable[..., Any], **kwargs: Any) -> Any:
+    import torch
+
+    from inkling_backend.engines.sglang.pool import engine_recipe, pool_dtype_name
+
+    name = kwargs["server_args_kv_cache_dtype"]
+    if not uses_backend(versions.active_attention_backends()) or name not in KV_CACHE_DTYPES:
+        return original(**kwargs)
+    recipe = engine_recipe(name)
+    if not recipe.k.block:
+        return original(**kwargs)
+    return pool_dtype_name(recipe), torch.uint8
+
+
+def _build_mha_kv_pool(configurator: Any, **kwargs: Any) -> Any:
+    from inkling_backend.engines.sglang.pool import InklingKVPool, layout_of, recipe_of
+
+    recipe = recipe_of(configurator.kv_cache_dtype_str)
+    if recipe is None:
+        return None
+    layout = layout_of(recipe, configurator.model_config, configurator.pool_page_size)
+    kwargs["mha_pool_class"] = functools.partial(InklingKVPool, layout=layout)
+    return (configurator,), kwargs
+
+
+def _compute_cell_size(original: Callable[..., int], self: Any, kvc: Any, num_layers: int) -> int:
+    from inkling_backend.engines.sglang.pool import layout_of, recipe_of
+
+    recipe = recipe_of(kvc.kv_cache_dtype_str)
+    if recipe is None:
+        return original(self, kvc, num_layers)
+    layout = layout_of(recipe, kvc.model_config, kvc.page_size)
+    self.inkling_workspace_bytes = _workspace_bytes(kvc, layout)
+    return layout.bytes_per_token * num_layers
+
+
+def _workspace_bytes(kvc: Any, layout: CacheLayout) -> int:
+    """Upper bound of what the attention runner allocates beside the pool.
+
+    The engine decides how many requests may run only after it has sized the pool, and by default
+    not more than `_MOST_REQUESTS`.
+    """
+    if kvc.device != "cuda":
+        return 0
+    import torch
+
+    from inkling_backend.attention import AttentionSpec
+    from inkling_backend.attention.triton_path import TritonPath
+
+    heads = kvc.model_config.num_attention_heads // versions.active_attention_tp_size()
+    spec = AttentionSpec(heads, layout, kvc.model_dtype, quantize_query=False)
+    requests = versions.active_server_args().max_running_requests or _MOST_REQUESTS
+    path = TritonPath(spec, requests + 1, kvc.model_config.context_len, torch.device("meta"))
+    return path.workspace_bytes
+
+
+def _calculate_pool_sizes(configurator: Any, available_bytes: int, page_size: int) -> Any:
+    reserved = getattr(configurator, "inkling_workspace_bytes", 0)
+    return (configurator, max(0, available_bytes - reserved), page_size), {}
+
+
+def _get_last_loc(
+    original: Callable[..., Any], req_to_token: Any, req_pool_indices: Any, prefix_lens: Any
+) -> Any:
+    if req_to_token.device.type != "cpu" or not uses_backend(versions.active_attention_backends()):
+        return original(req_to_token, req_pool_indices, prefix_lens)
+    from sglang.srt.mem_cache.allocation import get_last_loc_torch
+
+    return get_last_loc_torch(req_to_token, req_pool_indices, prefix_lens)
+
+
+_MOST_REQUESTS = 4096
+_SIZER = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
+_ARGS = "sglang.srt.server_args.ServerArgs"
+_FOREVER = "never: these are the backend's own options"
+_NO_ALLOW_LIST = "the engine's check lets registered backends declare what they read"
+
+PATCHES: tuple[Patch, ...] = (
+    Patch(f"{_ARGS}.add_cli_args", "after", _add_flags, "our flags on the command line",
+          until=_FOREVER),
+    Patch(f"{_ARGS}.from_cli_args", "around", _from_cli_args,
+          "our flags are no fields of ServerArgs: the recipe becomes kv_cache_dtype, the rest is "
+          "attached to the record", until=_FOREVER),
+    Patch("handle_cuda_graph_config", "step", _prepare,
+          "defaults (MXFP8, page size 128) and refusals, at the first step after the device and "
+          "the model are known", until=_FOREVER),
+    Patch("handle_nvfp4_prefill_kv_dequant_dtype", "step", _skip,
+          "allows only flashinfer and trtllm_mha to read NVFP4", since="0.5.23",
+          until=_NO_ALLOW_LIST),
+    Patch("handle_kv4_compatibility", "step", _skip,
+          "refuses NVFP4 below SM100, FP4 off CUDA, and backends not on its list",
+          until=_NO_ALLOW_LIST),
+    Patch("handle_mxfp8_kv_cache_compatibility", "step", _skip, "refuses MXFP8 below SM100",
+          until=_NO_ALLOW_LIST),
+    Patch("handle_model_capability_adjustments", "step", _confirm,
+          "the engine's last step may still force another backend or cache dtype", until=_FOREVER),
+    Patch("sglang.srt.mem_cache.kv_cache_dtype.configure_kv_cache_dtype", "around",
+          _configure_kv_cache_dtype,
+          "gives the pool a dtype of its own (uint8, 'inkling_<recipe>'), so that no branch for "
+          "the engine's FP4 and MXFP8 pools is taken"),
+    Patch("sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mha_kv_pool",
+          "before", _build_mha_kv_pool, "the pool class"),
+    Patch(f"{_SIZER}._compute_cell_size", "around", _compute_cell_size,
+          "bytes per token of the pool, so that its size is right"),
+    Patch(f"{_SIZER}.calculate_pool_sizes", "before", _calculate_pool_sizes,
+          "keeps the runner's workspace, allocated after the pool, out of the pool's share",
+          until="the engine asks attention backends for their workspace"),
+    Patch("sglang.srt.mem_cache.allocation.get_last_loc", "around", _get_last_loc,
+          "runs a Triton kernel on CPU tensors for every backend but torch_native",
+          until="the engine asks the device instead of the backend's name"),
+)  # fmt: skip
+
+# Not a hook: the class attribute `sglang.srt.entrypoints.engine.Engine.server_args_class`, set by
+# plugin.py, because plugins load inside `Engine.__init__` and hooks on it would come too late.
+
+_registered: list[str] = []
+
+
+def wanted(new: bool) -> list[Patch]:
+    """The patches that an engine needs; ``new``: one with `versions.has_resolution_pipeline`."""
+    return [patch for patch in PATCHES if patch.since == "0.5.17" or new]
+
+
+def install() -> None:
+    """Register every hook; the engine applies them once all plugins are loaded."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for patch in wanted(versions.has_resolution_pipeline()):
+        if patch.how == "step":
+            target = versions.hook_resolution_step(patch.target, patch.hook)
+        else:
+            target = patch.target
+            HookRegistry.register(target, patch.hook, HookType(patch.how))
+        if target is not None:
+            _registered.append(target)
+
+
+def verify() -> None:
+    """Raise if the engine could not apply a hook (it only logs that).
+
+    Raises:
+        UnsupportedError: names the hooks that are missing.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    missing = sorted(set(_registered) - HookRegistry._patched)
+    if missing or not _registered:
+        what = ", ".join(missing) or "register() of the plugin did not run"
+        raise UnsupportedError(
+            f"SGLang {versions.engine_version()}",
+            [f"the plugin could not be installed ({what}): this engine version is not supported"],
+        )

@@ -1,0 +1,277 @@
+"""What the backend refuses: every reason at once, each with what to do instead.
+
+`argument_reasons` judges what is known before weights load: the arguments, the model's
+configuration and the device. `layer_reasons` judges the attention layers of the loaded model. Both
+read plain attributes, so that they can be tested without an engine.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from inkling_backend.attention import reasons_against
+from inkling_backend.engines.sglang.flags import (
+    BACKEND,
+    DEFAULT_KV_CACHE_DTYPE,
+    FP4_RECIPES,
+    KV_CACHE_DTYPES,
+    Flags,
+)
+from inkling_backend.formats import get_recipe
+from inkling_backend.formats.layout import CacheLayout
+
+_OTHER = "use another attention backend"
+
+# Field of the arguments, whether its value asks for the feature, what the feature is.
+_UNSUPPORTED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("speculative_algorithm", bool, "speculative decoding (--speculative-algorithm)"),
+    ("enable_hierarchical_cache", bool, "HiCache (--enable-hierarchical-cache)"),
+    ("enable_lmcache", bool, "LMCache (--enable-lmcache)"),
+    ("enable_flexkv", bool, "FlexKV (--enable-flexkv)"),
+    (
+        "enable_unified_cache_external_linker",
+        bool,
+        "an external cache (--enable-unified-cache-external-linker)",
+    ),
+    (
+        "disaggregation_mode",
+        lambda value: value not in (None, "null"),
+        "prefill/decode disaggregation (--disaggregation-mode)",
+    ),
+    (
+        "disaggregation_decode_enable_offload_kvcache",
+        bool,
+        "KV cache offload (--disaggregation-decode-enable-offload-kvcache)",
+    ),
+    ("dcp_size", lambda value: (value or 1) > 1, "decode context parallelism (--dcp-size)"),
+    ("attn_cp_size", lambda value: (value or 1) > 1, "context parallelism (--attn-cp-size)"),
+    ("enable_prefill_cp", bool, "prefill context parallelism (--enable-prefill-cp)"),
+    ("enable_kv_cache_sharding", bool, "KV cache sharding (--enable-kv-cache-sharding)"),
+    ("enable_unified_memory", bool, "the unified memory pool (--enable-unified-memory)"),
+    (
+        "enable_page_major_kv_layout",
+        bool,
+        "the page-major layout (--enable-page-major-kv-layout)",
+    ),
+    ("enable_hisparse", bool, "HiSparse (--enable-hisparse)"),
+    (
+        "prefill_only_disable_kv_cache",
+        bool,
+        "serving without a KV cache (--prefill-only-disable-kv-cache)",
+    ),
+    ("enable_two_batch_overlap", bool, "two-batch overlap (--enable-two-batch-overlap)"),
+    ("enable_torch_compile", bool, "torch.compile of the model (--enable-torch-compile)"),
+    ("enable_pdmux", bool, "PD multiplexing (--enable-pdmux)"),
+    ("dllm_algorithm", bool, "diffusion language models (--dllm-algorithm)"),
+    (
+        "kv_canary",
+        lambda value: value not in (None, False, "none"),
+        "the KV canary (--kv-canary)",
+    ),
+)
+
+
+def uses_backend(backends: Iterable[str | None]) -> bool:
+    """Whether this backend is the prefill or the decode backend."""
+    return BACKEND in tuple(backends)
+
+
+def flag_reasons(flags: Flags, backends: tuple[str | None, str | None]) -> list[str]:
+    """Why the backend's own options cannot be used with these attention backends."""
+    if uses_backend(backends) or not flags.any_set:
+        return []
+    given = [
+        f"{name} {value}"
+        for name, value, default in (
+            ("--fp4-kv-cache-recipe", flags.fp4_kv_cache_recipe, None),
+            ("--inkling-query-dtype", flags.inkling_query_dtype, "auto"),
+        )
+        if value != default
+    ]
+    return [
+        f"{' and '.join(given)} needs --attention-backend {BACKEND}, "
+        f"but the attention backend is {backends[0] or 'not set'}"
+    ]
+
+
+def argument_reasons(
+    arguments: Any,
+    flags: Flags,
+    backends: tuple[str | None, str | None],
+    model: Any,
+    *,
+    capability: tuple[int, int] | None,
+    cpu_supported: bool = True,
+    tp_size: int = 1,
+    traits: Iterable[str] = (),
+) -> list[str]:
+    """Every reason known before weights load why this server cannot run (empty if it can).
+
+    Args:
+        arguments: the engine's arguments as resolved so far, with ``kv_cache_dtype`` and
+            ``page_size`` already defaulted.
+        flags: the backend's own options.
+        backends: names of the prefill and of the decode attention backend.
+        model: the engine's model configuration.
+        capability: compute capability of the GPU, None without one.
+        cpu_supported: whether this engine version can run on CPU with pages.
+        tp_size: ranks that share the attention heads.
+        traits: other kinds of model that the engine recognised and the backend cannot serve.
+    """
+    return [
+        *_cache_reasons(arguments, flags, backends),
+        *_device_reasons(arguments, capability, cpu_supported),
+        *_model_reasons(model),
+        *(f"the model has {trait}, which are not supported: {_OTHER}" for trait in traits),
+        *_attention_reasons(arguments, flags, model, capability, tp_size),
+        *_feature_reasons(arguments),
+    ]
+
+
+def _cache_reasons(
+    arguments: Any, flags: Flags, backends: tuple[str | None, str | None]
+) -> list[str]:
+    reasons = []
+    dtype, recipe = arguments.kv_cache_dtype, flags.fp4_kv_cache_recipe
+    if recipe is not None and dtype != FP4_RECIPES[recipe]:
+        reasons.append(
+            f"--fp4-kv-cache-recipe {recipe} conflicts with --kv-cache-dtype {dtype}: drop one, "
+            f"or set --kv-cache-dtype {FP4_RECIPES[recipe]}"
+        )
+    if dtype not in KV_CACHE_DTYPES:
+        reasons.append(
+            f"--kv-cache-dtype {dtype} is not one of this backend's: "
+            f"auto, {', '.join(KV_CACHE_DTYPES)}"
+        )
+    prefill, decode = backends
+    if prefill != decode and KV_CACHE_DTYPES.get(dtype) != "bf16":
+        other, phase = (decode, "decode") if prefill == BACKEND else (prefill, "prefill")
+        reasons.append(
+            f"the {phase} attention backend ({other or 'the default one'}) cannot read a cache in "
+            f"{dtype}: use "
+            f"--attention-backend {BACKEND} for both phases, or --kv-cache-dtype bf16"
+        )
+    if os.environ.get("SGLANG_USE_HND_KVCACHE", "").lower() in ("1", "true", "yes", "y"):
+        reasons.append("SGLANG_USE_HND_KVCACHE is set, but the cache is token-major: unset it")
+    if os.environ.get("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "").lower() in ("1", "true", "y"):
+        reasons.append(
+            "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING resizes the cache after CUDA graph capture, "
+            "which block-scaled pages do not support: unset it"
+        )
+    return reasons
+
+
+def _device_reasons(
+    arguments: Any, capability: tuple[int, int] | None, cpu_supported: bool
+) -> list[str]:
+    device = arguments.device
+    if device == "cpu":
+        if not cpu_supported:
+            return ["this SGLang version cannot page a CPU cache: use SGLang 0.5.23 or newer"]
+        return []
+    if device != "cuda" or torch.version.hip is not None:
+        return [f"device {'rocm' if torch.version.hip else device} is not supported: cuda, cpu"]
+    if capability is None:
+        return ["a GPU of compute capability 8.0 (SM80) or newer is needed, but none was found"]
+    return []
+
+
+def _architecture(model: Any) -> str:
+    return getattr(getattr(model, "attention_arch", None), "name", "MHA")
+
+
+def _model_reasons(model: Any) -> list[str]:
+    reasons = []
+    if _architecture(model) != "MHA":
+        reasons.append(f"{_architecture(model)} attention is not supported: {_OTHER}")
+    if getattr(model, "is_encoder_decoder", False):
+        reasons.append(f"encoder-decoder models (cross attention) are not supported: {_OTHER}")
+    if getattr(model, "is_hybrid_swa", False):
+        reasons.append(f"sliding-window layers are not supported: {_OTHER}")
+    if getattr(model, "attention_chunk_size", None):
+        reasons.append(f"chunked local attention is not supported: {_OTHER}")
+    if getattr(model, "has_attention_sinks", False):
+        reasons.append(f"attention sinks are not supported: {_OTHER}")
+    text = getattr(model, "hf_text_config", None)
+    if getattr(text, "attn_logit_softcapping", None):
+        reasons.append(f"attention logit soft-cap is not supported: {_OTHER}")
+    return reasons
+
+
+def _attention_reasons(
+    arguments: Any,
+    flags: Flags,
+    model: Any,
+    capability: tuple[int, int] | None,
+    tp_size: int,
+) -> list[str]:
+    if _architecture(model) != "MHA":
+        return []
+    recipe = get_recipe(KV_CACHE_DTYPES.get(arguments.kv_cache_dtype, DEFAULT_KV_CACHE_DTYPE))
+    return reasons_against(
+        num_q_heads=model.num_attention_heads // tp_size,
+        num_kv_heads=model.get_num_kv_heads(tp_size),
+        k_format=recipe.k,
+        v_format=recipe.v,
+        k_head_dim=model.head_dim,
+        v_head_dim=model.v_head_dim,
+        page_size=arguments.page_size,
+        dtype=model.dtype,
+        quantize_query=flags.quantizes_query(recipe.quantize_query),
+        capability=capability,
+    )
+
+
+def _feature_reasons(arguments: Any) -> list[str]:
+    reasons = [
+        f"{what} is not supported: turn it off, or {_OTHER}"
+        for field, unsupported, what in _UNSUPPORTED
+        if unsupported(getattr(arguments, field, None))
+    ]
+    graphs = getattr(arguments, "cuda_graph_config", None)
+    if getattr(getattr(graphs, "prefill", None), "backend", None) == "full":
+        reasons.append(
+            "--cuda-graph-backend-prefill full is not supported: use breakable or disabled"
+        )
+    return reasons
+
+
+def layer_reasons(layers: Iterable[Any], layout: CacheLayout, num_q_heads: int) -> list[str]:
+    """Why these attention layers of the loaded model cannot be served (empty if they can).
+
+    Args:
+        layers: the model's ``RadixAttention`` modules.
+        layout: geometry of the cache.
+        num_q_heads: query heads that the attention runner was built for.
+    """
+    found: dict[str, int] = {}
+
+    def note(reason: str) -> None:
+        found[reason] = found.get(reason, 0) + 1
+
+    for layer in layers:
+        kind = getattr(layer.attn_type, "value", layer.attn_type)
+        if layer.sliding_window_size is not None and layer.sliding_window_size > -1:
+            note("sliding-window attention")
+        if layer.logit_cap:
+            note("attention logit soft-cap")
+        if layer.is_cross_attention:
+            note("cross attention")
+        if kind != "decoder":
+            note(f"{kind} (bidirectional) attention")
+        if layer.use_irope:
+            note("chunked local attention (iRoPE)")
+        if layer.xai_temperature_len > 0:
+            note("attention temperature by position")
+        have = (layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim)
+        want = (num_q_heads, layout.num_kv_heads, layout.k_head_dim, layout.v_head_dim)
+        if have != want:
+            note(
+                f"layers that differ from the model's configuration: query heads, KV heads, "
+                f"head_dim of K and V are {have} instead of {want}"
+            )
+    return [f"{reason} is not supported ({n} layers): {_OTHER}" for reason, n in found.items()]

@@ -1,0 +1,161 @@
+"""Everything that differs between engine versions, in one place.
+
+Tested: 0.5.17 (GPU host) and 0.5.23 (CPU). A difference is found by what the engine offers, not by
+its version number, so that versions between them work as far as they look like one of the two.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+Step = Callable[[Any, Callable[[Any], None]], None]
+
+
+def engine_version() -> str:
+    """Version of the installed engine."""
+    return metadata.version("sglang")
+
+
+def has_resolution_pipeline() -> bool:
+    """Whether arguments are resolved by ``arg_groups.pipeline`` (0.5.23).
+
+    In 0.5.17 the same steps are methods of ``ServerArgs`` that run inside its constructor.
+    """
+    return importlib.util.find_spec("sglang.srt.arg_groups.resolution_hooks") is not None
+
+
+def runs_on_cpu() -> bool:
+    """Whether the engine's paged allocation works without Triton kernels (0.5.23)."""
+    return has_resolution_pipeline()
+
+
+def step_target(step: str) -> str:
+    """Dotted name of the function behind an argument resolution step."""
+    if has_resolution_pipeline():
+        return f"resolution step {step}"
+    return f"sglang.srt.server_args.ServerArgs._{step}"
+
+
+def hook_resolution_step(step: str, hook: Step) -> str | None:
+    """Wrap a step of argument resolution with ``hook(server_args, previous)``.
+
+    Returns:
+        The target in the engine's ``HookRegistry``, or None if the engine has its own registry of
+        steps.
+    """
+    if has_resolution_pipeline():
+        from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+
+        register_resolution_hook(step)(hook)
+        return None
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def around(original: Callable[[Any], None], server_args: Any) -> None:
+        hook(server_args, original)
+
+    HookRegistry.register(step_target(step), around, HookType.AROUND)
+    return step_target(step)
+
+
+def view(server_args: Any) -> Any:
+    """Read-only view of the arguments as resolved so far."""
+    from sglang.srt.arg_groups import overrides
+
+    make = getattr(overrides, "resolving_view", None) or overrides.resolved_view
+    return make(server_args)
+
+
+def set_fields(server_args: Any, **fields: Any) -> None:
+    """Decide fields of the arguments while they are being resolved."""
+    from sglang.srt.arg_groups import overrides
+
+    declare = getattr(overrides, "declare_resolution", None)
+    if declare is not None:
+        declare(server_args, "inkling_backend", **fields)
+        return
+    for name, value in fields.items():
+        setattr(server_args, name, value)
+
+
+def model_config(server_args: Any) -> Any:
+    """The engine's ``ModelConfig`` of these arguments (memoized by the engine)."""
+    if has_resolution_pipeline():
+        from sglang.srt.arg_groups.overrides import model_config_of
+
+        return model_config_of(server_args)
+    return server_args.get_model_config()
+
+
+def attention_backends(view: Any) -> tuple[str | None, str | None]:
+    """Names of the (prefill, decode) attention backends of an arguments view."""
+    both = view.attention_backend
+    return view.prefill_attention_backend or both, view.decode_attention_backend or both
+
+
+def attention_tp_size(view: Any) -> int:
+    """Ranks that share the attention heads."""
+    attention_dp = getattr(view, "attn_dp_size", None)
+    if attention_dp is None:
+        attention_dp = view.dp_size if view.enable_dp_attention else 1
+    return max(1, view.tp_size // attention_dp // (view.attn_cp_size or 1))
+
+
+def active_attention_backends() -> tuple[str | None, str | None]:
+    """Names of the (prefill, decode) attention backends of this scheduler process."""
+    from sglang.srt import runtime_context
+
+    if hasattr(runtime_context, "attention_backends"):
+        return runtime_context.attention_backends()
+    return attention_backends(runtime_context.get_context().server_args)
+
+
+def active_attention_tp_size() -> int:
+    """Ranks that share the attention heads of this scheduler process."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return get_parallel().attn_tp_size
+
+
+def is_first_rank() -> bool:
+    """Whether this scheduler process speaks for the others in logs."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return get_parallel().tp_rank == 0 and get_parallel().pp_rank == 0
+
+
+def active_server_args() -> Any:
+    """The ``ServerArgs`` record of this scheduler process."""
+    from sglang.srt.runtime_context import get_context
+
+    return get_context().server_args
+
+
+def model_traits(model: Any) -> list[str]:
+    """Kinds of model that the engine treats apart and this backend does not serve."""
+    from sglang.srt.configs import hybrid_arch
+    from sglang.srt.configs import model_config as configs
+
+    found = []
+    if hybrid_arch.mambaish_config(model) is not None:
+        found.append("hybrid linear-attention (state-space) layers")
+    for function, what in (
+        ("is_deepseek_dsa", "DeepSeek sparse attention layers"),
+        ("is_deepseek_v4", "DeepSeek V4 compressed attention layers"),
+        ("is_minimax_sparse", "MiniMax sparse attention layers"),
+    ):
+        recognise = getattr(configs, function, None)
+        if recognise is not None and recognise(model.hf_config):
+            found.append(what)
+    return found
+
+
+def gpu_capability(device: str) -> tuple[int, int] | None:
+    """Compute capability of the current GPU, None if the engine does not run on one."""
+    import torch
+
+    if device != "cuda" or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_capability()

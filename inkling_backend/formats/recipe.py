@@ -1,0 +1,86 @@
+"""Named formats and recipes: what a user chooses by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from inkling_backend.errors import UnknownNameError
+from inkling_backend.formats.bf16 import BF16
+from inkling_backend.formats.kvfp4 import KVFP4
+from inkling_backend.formats.mxfp8 import MXFP8
+from inkling_backend.formats.nvfp4 import NVFP4
+from inkling_backend.formats.spec import Format
+
+FORMATS: dict[str, Format] = {f.name: f for f in (MXFP8, NVFP4, KVFP4, BF16)}
+
+
+def get_format(name: str) -> Format:
+    """The format called ``name``.
+
+    Raises:
+        UnknownNameError: there is none; the message lists those there are.
+    """
+    if name not in FORMATS:
+        raise UnknownNameError("format", name, tuple(FORMATS))
+    return FORMATS[name]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a model's K, V and Q are kept.
+
+    Attributes:
+        name: the name used in flags, logs and results.
+        k, v: formats of K and of V.
+        quantize_query: whether Q becomes MXFP8 in the launch that stores K and V.
+    """
+
+    name: str
+    k: Format
+    v: Format
+    quantize_query: bool
+
+
+RECIPES: dict[str, Recipe] = {
+    name: Recipe(name, fmt, fmt, quantize_query=fmt is MXFP8) for name, fmt in FORMATS.items()
+}
+
+
+def get_recipe(name: str) -> Recipe:
+    """The recipe called ``name``.
+
+    Raises:
+        UnknownNameError: there is none; the message lists those there are.
+    """
+    if name not in RECIPES:
+        raise UnknownNameError("recipe", name, tuple(RECIPES))
+    return RECIPES[name]
+
+
+class FP4KVCacheRecipe(Enum):
+    """The FP4 recipes.
+
+    MXFP4: block scales only (KVFP4: power-of-two scales over 16 elements).
+    NVFP4: E4M3 block scales over 16 elements and a float32 global scale.
+    """
+
+    MXFP4 = 1
+    NVFP4 = 2
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe of the cache."""
+        return RECIPES["kvfp4" if self is FP4KVCacheRecipe.MXFP4 else "nvfp4"]
+
+    @classmethod
+    def from_flag(cls, flag: str) -> FP4KVCacheRecipe:
+        """The member that ``--fp4-kv-cache-recipe`` means.
+
+        Raises:
+            UnknownNameError: the flag's value names no FP4 recipe.
+        """
+        by_name = {member.recipe.name: member for member in reversed(cls)}
+        if flag not in by_name:
+            raise UnknownNameError("FP4 KV cache recipe", flag, tuple(by_name))
+        return by_name[flag]

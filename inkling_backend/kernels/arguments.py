@@ -1,0 +1,114 @@
+"""Arguments that the attention kernels share: the query, the cache and what describes them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from inkling_backend.formats import FORMATS, Query, get_format
+from inkling_backend.formats.layout import CacheLayout, LayerCache
+from inkling_backend.kernels.compile_case import CompileCase
+from inkling_backend.kernels.configs import KernelConfig
+from inkling_backend.kernels.store import side_constants
+
+
+def cache_arguments(query: Query, cache: LayerCache) -> tuple[torch.Tensor | None, ...]:
+    """The first eight arguments of an attention kernel; what a format has not is None."""
+    return (
+        query.data,
+        query.scale,
+        cache.k_data,
+        cache.k_scale,
+        cache.v_data,
+        cache.v_scale,
+        cache.k_global,
+        cache.v_global,
+    )
+
+
+def cache_constants(layout: CacheLayout, group: int, max_pages: int) -> dict[str, Any]:
+    """The constexpr arguments of an attention kernel that describe the cache.
+
+    Args:
+        group: query heads of one KV head.
+        max_pages: columns of the page table.
+    """
+    return {
+        **side_constants("K", layout.k),
+        **side_constants("V", layout.v),
+        "HEADS": layout.num_kv_heads,
+        "GROUP": group,
+        "PAGE": layout.page_size,
+        "MAX_PAGES": max_pages,
+    }
+
+
+class Example(NamedTuple):
+    """A model for which kernels are compiled in the tests.
+
+    dtype: Triton's name of the model's dtype.
+    quantized: whether its query is MXFP8.
+    """
+
+    name: str
+    layout: CacheLayout
+    group: int
+    dtype: str
+    quantized: bool
+
+    def signature(self) -> dict[str, str]:
+        """Types of `cache_arguments`."""
+        types = {"q_ptr": f"*{self.dtype}", "q_scale_ptr": "constexpr"}
+        if self.quantized:
+            types = {"q_ptr": "*u8", "q_scale_ptr": "*u8"}
+        sides = (("k", self.layout.k_format), ("v", self.layout.v_format))
+        for side, fmt in sides:
+            types[f"{side}_ptr"] = "*u8" if fmt.block else "*bf16"
+            types[f"{side}_scale_ptr"] = "*u8" if fmt.block else "constexpr"
+        for side, fmt in sides:
+            types[f"{side}_global_ptr"] = "*fp32" if fmt.has_global_scale else "constexpr"
+        return types
+
+
+def examples() -> Iterator[Example]:
+    """Every format and a mixed pair, every head size and group; a float16 model; small pages."""
+    pairs = [(name, name) for name in FORMATS]
+    cases = list(itertools.product([*pairs, ("mxfp8", "nvfp4")], ((128, 4), (256, 7))))
+    cases += list(itertools.product([p for p in pairs if p[0] != "kvfp4"], ((64, 1), (96, 4))))
+    for (k, v), (head_dim, group) in cases:
+        layout = CacheLayout(get_format(k), get_format(v), 8, head_dim, head_dim)
+        yield Example(f"{k}-{v}-d{head_dim}", layout, group, "bf16", quantized=k == "mxfp8")
+    mxfp8, bf16 = get_format("mxfp8"), get_format("bf16")
+    half = CacheLayout(bf16, bf16, 8, 128, 128)
+    yield Example("float16", half, 16, "fp16", quantized=False)
+    uneven = CacheLayout(mxfp8, mxfp8, 1, 192, 128, page_size=32)
+    yield Example("page32-dk192-dv128", uneven, 64, "bf16", quantized=False)
+
+
+def compile_case(
+    kernel: Any,
+    example: Example,
+    signature: dict[str, str],
+    constants: dict[str, Any],
+    config: KernelConfig,
+) -> CompileCase:
+    """The case of one attention kernel for one example.
+
+    Args:
+        signature: types of the run-time arguments behind `cache_arguments`.
+        constants: constexprs but for QUANTIZED.
+    """
+    signature = {**example.signature(), **signature}
+    absent = {name: None for name, kind in signature.items() if kind == "constexpr"}
+    kind = kernel.fn.__name__.strip("_").removesuffix("_kernel")
+    return CompileCase(
+        name=f"{kind}-{example.name}",
+        kernel=kernel,
+        signature=signature,
+        constexprs={**constants, **absent, "QUANTIZED": example.quantized},
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )

@@ -1,0 +1,378 @@
+"""Number formats inside kernels: tiles to codes and back, exact to the bit.
+
+The only Triton code that knows what a bit means. Everything is integer and float32 arithmetic, so
+that every architecture and the interpreter agree with `inkling_backend.formats`.
+
+``FMT`` is ``Format.name``. ``D_PAD`` is the next power of two of ``D``; columns from ``D`` on are
+zero when read and must be zero when encoded.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import triton
+import triton.language as tl
+from triton import knobs
+
+# The interpreter truncates float32 -> bfloat16 where the hardware rounds to nearest even.
+_SOFT_BF16 = tl.constexpr(bool(knobs.runtime.interpret))
+
+_INF_BITS = tl.constexpr(0x7F800000)
+_ABS_BITS = tl.constexpr(0x7FFFFFFF)
+_MXFP8_FLOOR_BITS = tl.constexpr(struct.unpack("<i", struct.pack("<f", 1e-30))[0])
+_E8M0_NAN = tl.constexpr(0xFF)
+_E4M3_NAN = tl.constexpr(0x7F)
+
+
+# ------------------------------------------------------------------------------------ 16-bit floats
+@triton.jit
+def to_float32(x):
+    """Exact float32 of a float tile: NaN keeps its sign, subnormals keep their value."""
+    if x.dtype == tl.bfloat16:
+        # By bits: the interpreter mistakes bfloat16 subnormals.
+        return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    elif x.dtype == tl.float16:
+        # The hardware's conversion may drop the sign of a NaN.
+        sign = (x.to(tl.int16, bitcast=True).to(tl.int32) << 16) & -0x80000000
+        bits = x.to(tl.float32).to(tl.int32, bitcast=True) & _ABS_BITS
+        return (bits | sign).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def _round_bf16(x):
+    """float32 to bfloat16 by bits, nearest even; NaN stays NaN and keeps its sign."""
+    bits = x.to(tl.int32, bitcast=True)
+    nan = (bits & _ABS_BITS) > _INF_BITS
+    rounded = bits + 0x7FFF + ((bits >> 16) & 1)
+    bits = tl.where(nan, bits | 0x00400000, rounded)
+    return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def to_bf16(x):
+    """float32 to bfloat16, nearest even, with one conversion where there is hardware for it."""
+    if _SOFT_BF16:
+        return _round_bf16(x)
+    else:
+        return x.to(tl.bfloat16)
+
+
+# ------------------------------------------------------------------------------------------ decode
+@triton.jit
+def _e8m0_value(byte):
+    """float32 value of E8M0 bytes: ``2**(byte - 127)``, NaN for 0xFF."""
+    byte = byte.to(tl.int32)
+    bits = tl.where(byte == 0, 0x00400000, byte << 23)  # 2**-127 is subnormal
+    bits = tl.where(byte == _E8M0_NAN, 0x7FC00000, bits)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _e4m3_value(code):
+    """float32 value of E4M3 (fn) codes, uint8."""
+    wide = code.to(tl.int8, bitcast=True).to(tl.int32)
+    # Sign to bit 31, exponent and mantissa to bits 26..20: the value times 2**-120, which is
+    # subnormal exactly where the code is.
+    bits = (wide << 20) & -0x78100000
+    value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120
+    nan = (wide & 0x7F) == _E4M3_NAN
+    bits = tl.where(nan, bits | 0x7FC00000, value.to(tl.int32, bitcast=True))
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _e2m1_value(code):
+    """float32 value of E2M1 codes in the low four bits of an int32; other bits are ignored."""
+    bits = ((code << 28) & -0x80000000) | ((code & 7) << 22)  # the value times 2**-126
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2**126
+
+
+@triton.jit
+def _scale_value(byte, FMT: tl.constexpr):
+    """float32 value of scale bytes."""
+    if FMT == "nvfp4":
+        return _e4m3_value(byte)
+    else:
+        return _e8m0_value(byte)
+
+
+@triton.jit
+def _scaled(
+    value, scale, N: tl.constexpr, SB: tl.constexpr, STEP: tl.constexpr, WIDE: tl.constexpr
+):
+    """``value [N, SB * STEP] * scale [N, SB]``, each scale over STEP columns.
+
+    float32 if WIDE, else bfloat16.
+    """
+    value = tl.reshape(value, (N, SB, STEP)) * scale[:, :, None]
+    value = tl.reshape(value, (N, SB * STEP))
+    if WIDE:
+        return value
+    else:
+        return to_bf16(value)
+
+
+# -------------------------------------------------------------------------------------- addressing
+@triton.jit
+def _row_mask(mask, cols, LIMIT: tl.constexpr, WIDTH: tl.constexpr):
+    """``[N, WIDTH]`` mask of the rows' first LIMIT columns."""
+    if LIMIT == WIDTH:
+        return mask[:, None] & (cols >= 0)[None, :]
+    else:
+        return mask[:, None] & (cols < LIMIT)[None, :]
+
+
+@triton.jit
+def _scale_offset(
+    slot,
+    head,
+    SF: tl.constexpr,
+    HEADS: tl.constexpr,
+    PAGE: tl.constexpr,
+    S_LO: tl.constexpr,
+    S_HI: tl.constexpr,
+):
+    """``[N]`` int64: bytes from the scale buffer to the first of a row's SF scale bytes."""
+    tl.static_assert(PAGE & (PAGE - 1) == 0)
+    t = slot & (PAGE - 1)
+    # (page * HEADS + head) * PAGE * SF without a division: slot - t is page * PAGE.
+    return ((slot - t) * HEADS + head * PAGE) * SF + (t & 31) * S_LO + (t >> 5) * S_HI
+
+
+@triton.jit
+def load_rows(
+    data_ptr,
+    scale_ptr,
+    slot,
+    head,
+    mask,
+    FMT: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
+    PAGE: tl.constexpr,
+    S_LO: tl.constexpr,
+    S_HI: tl.constexpr,
+    S_BLK: tl.constexpr,
+    WIDE: tl.constexpr = False,
+):
+    """Rows of one side of the cache, decoded without the global scale.
+
+    Args:
+        data_ptr: the data buffer, ``[slots, HEADS, row items]`` uint8 or bfloat16.
+        scale_ptr: the scale buffer, ``[pages, HEADS, PAGE * blocks]`` uint8; any pointer for bf16.
+        slot: ``[N]`` int64.
+        head: a scalar, or ``[N]``.
+        mask: ``[N]`` bool; a row outside is zero and none of its bytes is read.
+        BLOCK, S_LO, S_HI, S_BLK: ``Format.block`` and ``SideLayout.scale_strides``.
+        WIDE: float32 instead of bfloat16.
+
+    Returns:
+        ``[N, D_PAD]`` bfloat16 in natural element order. Exact where bfloat16 holds a product of
+        code and scale, which is everywhere but at subnormal results of scale bytes below 10.
+    """
+    row = slot * HEADS + head  # [N]
+    if FMT == "bf16":
+        cols = tl.arange(0, D_PAD)
+        p_data = data_ptr + (row * D)[:, None] + cols[None, :]
+        x = tl.load(p_data, mask=_row_mask(mask, cols, D, D_PAD), other=0.0)
+        if WIDE:
+            return to_float32(x)
+        else:
+            return x
+    else:
+        N: tl.constexpr = slot.shape[0]
+        SF: tl.constexpr = D // BLOCK
+        SB: tl.constexpr = D_PAD // BLOCK
+        s_row = _scale_offset(slot, head, SF, HEADS, PAGE, S_LO, S_HI)
+        blocks = tl.arange(0, SB)
+        p_scale = scale_ptr + s_row[:, None] + (blocks * S_BLK)[None, :]
+        scale = tl.load(p_scale, mask=_row_mask(mask, blocks, SF, SB), other=0)
+        scale = _scale_value(scale, FMT)  # [N, SB]
+        if FMT == "mxfp8":
+            cols = tl.arange(0, D_PAD)
+            p_data = data_ptr + (row * D)[:, None] + cols[None, :]
+            code = tl.load(p_data, mask=_row_mask(mask, cols, D, D_PAD), other=0)
+            return _scaled(_e4m3_value(code), scale, N, SB, BLOCK, WIDE)
+        else:
+            tl.static_assert(FMT == "nvfp4" or FMT == "kvfp4")
+            HALF: tl.constexpr = D_PAD // 2
+            cols = tl.arange(0, HALF)
+            p_data = data_ptr + (row * (D // 2))[:, None] + cols[None, :]
+            pair = tl.load(p_data, mask=_row_mask(mask, cols, D // 2, HALF), other=0)
+            pair = pair.to(tl.int32)  # [N, HALF]
+            even = _scaled(_e2m1_value(pair), scale, N, SB, BLOCK // 2, WIDE)
+            odd = _scaled(_e2m1_value(pair >> 4), scale, N, SB, BLOCK // 2, WIDE)
+            return tl.interleave(even, odd)
+
+
+@triton.jit
+def load_query(
+    data_ptr,
+    scale_ptr,
+    data_offset,
+    scale_offset,
+    mask,
+    QUANTIZED: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+):
+    """Query rows, decoded.
+
+    Args:
+        data_ptr: ``Query.data``: bfloat16 or float16, or uint8 E4M3 codes if QUANTIZED.
+        scale_ptr: ``Query.scale``, uint8 E8M0; any pointer if not QUANTIZED.
+        data_offset: ``[M]`` int64, items from data_ptr to each row; rows are contiguous.
+        scale_offset: ``[M]`` int64, bytes from scale_ptr to each row's scales.
+        mask: ``[M]`` bool; a row outside is zero and none of its bytes is read.
+
+    Returns:
+        ``[M, D_PAD]`` in the query's own dtype, or bfloat16 (exact) if QUANTIZED.
+    """
+    cols = tl.arange(0, D_PAD)
+    p_data = data_ptr + data_offset[:, None] + cols[None, :]
+    if QUANTIZED:
+        M: tl.constexpr = data_offset.shape[0]
+        SB: tl.constexpr = D_PAD // 32
+        blocks = tl.arange(0, SB)
+        p_scale = scale_ptr + scale_offset[:, None] + blocks[None, :]
+        scale = tl.load(p_scale, mask=_row_mask(mask, blocks, D // 32, SB), other=0)
+        code = tl.load(p_data, mask=_row_mask(mask, cols, D, D_PAD), other=0)
+        return _scaled(_e4m3_value(code), _e8m0_value(scale), M, SB, 32, False)
+    else:
+        return tl.load(p_data, mask=_row_mask(mask, cols, D, D_PAD), other=0.0)
+
+
+# ------------------------------------------------------------------------------------------ encode
+@triton.jit
+def _round_codes(value, MAN: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr):
+    """Magnitude codes of ``value >= 0`` (float32), nearest even, saturating at code MAX; int32.
+
+    The target has MAN mantissa bits and the exponent bias BIAS; NaN gives no useful code.
+    """
+    bits = value.to(tl.int32, bitcast=True)
+    SHIFT: tl.constexpr = 23 - MAN
+    normal = bits + ((1 << (SHIFT - 1)) - 1) + ((bits >> SHIFT) & 1)
+    normal = (normal >> SHIFT) - ((127 - BIAS) << MAN)
+    # Below the smallest normal number one float32 addition rounds to the target's quantum.
+    MAGIC_BITS: tl.constexpr = (127 + 24 - BIAS - MAN) << 23
+    MAGIC: tl.constexpr = float(1 << (24 - BIAS - MAN))
+    low = (value + MAGIC).to(tl.int32, bitcast=True) - MAGIC_BITS
+    code = tl.where(bits < ((128 - BIAS) << 23), low, normal)
+    return tl.minimum(code, MAX)
+
+
+@triton.jit
+def _round_e2m1_half_up(value):
+    """E2M1 magnitude codes of ``0 <= value <= 6`` (float32), ties away from zero; int32."""
+    bits = value.to(tl.int32, bitcast=True)
+    normal = ((bits + (1 << 21)) >> 22) - 252
+    low = (value >= 0.25).to(tl.int32) + (value >= 0.75).to(tl.int32)
+    return tl.minimum(tl.where(value < 1.0, low, normal), 7)
+
+
+@triton.jit
+def _power_of_two(exponent_field):
+    """float32 ``2**(exponent_field - 127)`` for fields 1..254."""
+    return (exponent_field << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _pack_nibbles(code, R: tl.constexpr, D_PAD: tl.constexpr):
+    """int32 codes ``[R, D_PAD]`` to bytes ``[R, D_PAD // 2]``, even elements in the low nibble."""
+    even, odd = tl.split(tl.reshape(code, (R, D_PAD // 2, 2)))
+    return (even | (odd << 4)).to(tl.uint8)
+
+
+@triton.jit
+def encode(x, global_scale, FMT: tl.constexpr, BLOCK: tl.constexpr):
+    """Codes and scale bytes of a tile of rows.
+
+    Args:
+        x: ``[R, D_PAD]`` float32, from `to_float32`; zero in the padding columns.
+        global_scale: float32 scalar, positive; read by nvfp4 only.
+
+    Returns:
+        ``(data, scale)``: data ``[R, D_PAD]`` uint8 (mxfp8) or bfloat16 (bf16), or
+        ``[R, D_PAD // 2]`` uint8; scale ``[R, D_PAD // BLOCK]`` uint8, meaningless for bf16.
+    """
+    R: tl.constexpr = x.shape[0]
+    D_PAD: tl.constexpr = x.shape[1]
+    if FMT == "bf16":
+        return _round_bf16(x), tl.zeros((R, 1), tl.uint8)
+    else:
+        SB: tl.constexpr = D_PAD // BLOCK
+        x = tl.reshape(x, (R, SB, BLOCK))
+        bits = x.to(tl.int32, bitcast=True)
+        magnitude = bits & _ABS_BITS
+        finite = magnitude < _INF_BITS
+        # Positive floats order like their bits.
+        amax = tl.max(tl.where(finite, magnitude, 0), axis=2)  # [R, SB]
+        if FMT == "mxfp8":
+            # e + 127 with e the smallest integer such that amax <= 1.75 * 2**8 * 2**e.
+            byte = ((tl.maximum(amax, _MXFP8_FLOOR_BITS) + 0x1FFFFF) >> 23) - 8
+            scaled = tl.abs(x) * _power_of_two(254 - byte)[:, :, None]
+            code = tl.where(finite, _round_codes(scaled, 3, 7, 0x7E), _E4M3_NAN)
+            code = code | ((bits >> 24) & 0x80)
+            return tl.reshape(code, (R, D_PAD)).to(tl.uint8), byte.to(tl.uint8)
+        else:
+            tl.static_assert(FMT == "nvfp4" or FMT == "kvfp4")
+            # E2M1 has no NaN: one non-finite element makes its block's scale NaN.
+            whole = tl.min(finite.to(tl.int32), axis=2) > 0  # [R, SB]
+            if FMT == "kvfp4":
+                # e + 127 with e the smallest integer such that amax <= 1.5 * 2**2 * 2**e.
+                byte = tl.maximum(((amax + 0x3FFFFF) >> 23) - 2, 94)
+                code = _round_e2m1_half_up(tl.abs(x) * _power_of_two(254 - byte)[:, :, None])
+                byte = tl.where(whole, byte, _E8M0_NAN)
+                live = whole
+            else:
+                ratio = tl.div_rn(amax.to(tl.float32, bitcast=True), 6.0 * global_scale)
+                byte = _round_codes(ratio, 3, 7, 0x7E)
+                live = whole & (byte > 0)
+                step = _e4m3_value(byte.to(tl.uint8)) * global_scale
+                step = tl.where(live, step, 1.0)
+                step = tl.broadcast_to(step[:, :, None], (R, SB, BLOCK))
+                code = _round_codes(tl.div_rn(tl.abs(x), step), 1, 1, 7)
+                byte = tl.where(whole, byte, _E4M3_NAN)
+            code = code | tl.where(x < 0, 8, 0)
+            code = tl.where(live[:, :, None], code, 0)
+            return _pack_nibbles(tl.reshape(code, (R, D_PAD)), R, D_PAD), byte.to(tl.uint8)
+
+
+@triton.jit
+def store_rows(
+    data_ptr,
+    scale_ptr,
+    slot,
+    head,
+    mask,
+    data,
+    scale,
+    FMT: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
+    PAGE: tl.constexpr,
+    S_LO: tl.constexpr,
+    S_HI: tl.constexpr,
+    S_BLK: tl.constexpr,
+):
+    """Write what `encode` returned; the arguments are those of `load_rows`."""
+    PER_ITEM: tl.constexpr = 2 if (FMT == "nvfp4" or FMT == "kvfp4") else 1
+    ITEMS: tl.constexpr = D // PER_ITEM
+    WIDTH: tl.constexpr = D_PAD // PER_ITEM
+    cols = tl.arange(0, WIDTH)
+    p_data = data_ptr + ((slot * HEADS + head) * ITEMS)[:, None] + cols[None, :]
+    tl.store(p_data, data, mask=_row_mask(mask, cols, ITEMS, WIDTH))
+    if FMT != "bf16":
+        SF: tl.constexpr = D // BLOCK
+        SB: tl.constexpr = D_PAD // BLOCK
+        blocks = tl.arange(0, SB)
+        s_row = _scale_offset(slot, head, SF, HEADS, PAGE, S_LO, S_HI)
+        p_scale = scale_ptr + s_row[:, None] + (blocks * S_BLK)[None, :]
+        tl.store(p_scale, scale, mask=_row_mask(mask, blocks, SF, SB))

@@ -1,0 +1,260 @@
+"""Extend: several new tokens per request, causal, against the paged, block-scaled cache.
+
+The new tokens are in the cache already (store runs first), so a prefix from the prefix cache, an
+earlier chunk and the tokens themselves are read alike. One program takes `block_m` rows, tokens
+times the query heads of one KV head, and walks the KV tiles from position 0. Tile borders depend on
+positions alone, so a row's result is the same in whatever chunk or batch it is computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from inkling_backend.formats import Query
+from inkling_backend.formats.layout import CacheLayout, LayerCache
+from inkling_backend.kernels.arguments import (
+    cache_arguments,
+    cache_constants,
+    compile_case,
+    examples,
+)
+from inkling_backend.kernels.codec import load_query, load_rows, to_bf16, to_float32
+from inkling_backend.kernels.compile_case import CompileCase
+from inkling_backend.kernels.configs import KernelConfig, extend_config
+from inkling_backend.kernels.tile import (
+    dot,
+    raw_logits,
+    softmax_step,
+    tile_slots,
+    to_dtype,
+)
+
+
+@triton.jit
+def _finite(x):
+    """Elementwise: neither NaN nor infinite."""
+    return tl.abs(x) < float("inf")
+
+
+@triton.jit(do_not_specialize=["batch", "tiles"])
+def _extend_kernel(
+    q_ptr,
+    q_scale_ptr,
+    k_ptr,
+    k_scale_ptr,
+    v_ptr,
+    v_scale_ptr,
+    k_global_ptr,
+    v_global_ptr,
+    page_table_ptr,
+    seq_lens_ptr,
+    qo_indptr_ptr,
+    out_ptr,
+    batch,
+    tiles,
+    sm_scale_log2,
+    MAX_PAGES: tl.constexpr,
+    GROUP: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HEADS: tl.constexpr,
+    PAGE: tl.constexpr,
+    K_FMT: tl.constexpr,
+    K_D: tl.constexpr,
+    K_D_PAD: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    K_S_LO: tl.constexpr,
+    K_S_HI: tl.constexpr,
+    K_S_BLK: tl.constexpr,
+    V_FMT: tl.constexpr,
+    V_D: tl.constexpr,
+    V_D_PAD: tl.constexpr,
+    V_BLOCK: tl.constexpr,
+    V_S_LO: tl.constexpr,
+    V_S_HI: tl.constexpr,
+    V_S_BLK: tl.constexpr,
+):
+    # The last rows see most and so start first; heads are neighbours.
+    head = tl.program_id(0) % HEADS
+    request = tl.program_id(0) // HEADS % batch
+    i_tile = tiles - 1 - tl.program_id(0) // HEADS // batch
+    q_start = tl.load(qo_indptr_ptr + request)
+    q_len = tl.load(qo_indptr_ptr + request + 1) - q_start
+    first_row = i_tile * BLOCK_M
+    if first_row >= q_len * GROUP:
+        return
+    scale_log2 = sm_scale_log2
+    if k_global_ptr is not None:
+        scale_log2 = scale_log2 * tl.load(k_global_ptr)
+    v_global = 1.0
+    if v_global_ptr is not None:
+        v_global = tl.load(v_global_ptr)
+
+    i_row = first_row + tl.arange(0, BLOCK_M)
+    token = i_row // GROUP  # [M], of this request's new tokens
+    m_row = token < q_len
+    first_pos = tl.load(seq_lens_ptr + request) - q_len
+    pos_q = first_pos + token  # [M]
+    last_token = tl.minimum((first_row + BLOCK_M - 1) // GROUP, q_len - 1)
+    end = first_pos + last_token + 1
+    # Up to here every row of the tile sees every token.
+    whole = tl.maximum(first_pos + first_row // GROUP + 1, 0) // BLOCK_N * BLOCK_N
+    table_ptr = page_table_ptr + request.to(tl.int64) * MAX_PAGES
+
+    row = (q_start + token).to(tl.int64) * (HEADS * GROUP) + head * GROUP + i_row % GROUP  # [M]
+    q = load_query(q_ptr, q_scale_ptr, row * K_D, row * (K_D // 32), m_row, QUANTIZED, K_D, K_D_PAD)
+    acc = tl.zeros([BLOCK_M, V_D_PAD], dtype=tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+    dirty = tl.zeros([BLOCK_N], dtype=tl.int32)
+    for masked in tl.static_range(2):
+        for tile in range(whole if masked else 0, end if masked else whole, BLOCK_N):
+            pos_k, slot, live = tile_slots(table_ptr, tile, end, PAGE, BLOCK_N)
+            k = load_rows(
+                k_ptr,
+                k_scale_ptr,
+                slot,
+                head,
+                live,
+                FMT=K_FMT,
+                D=K_D,
+                D_PAD=K_D_PAD,
+                BLOCK=K_BLOCK,
+                HEADS=HEADS,
+                PAGE=PAGE,
+                S_LO=K_S_LO,
+                S_HI=K_S_HI,
+                S_BLK=K_S_BLK,
+            )  # [N, DK]
+            logits = raw_logits(q, k)
+            v = load_rows(
+                v_ptr,
+                v_scale_ptr,
+                slot,
+                head,
+                live,
+                FMT=V_FMT,
+                D=V_D,
+                D_PAD=V_D_PAD,
+                BLOCK=V_BLOCK,
+                HEADS=HEADS,
+                PAGE=PAGE,
+                S_LO=V_S_LO,
+                S_HI=V_S_HI,
+                S_BLK=V_S_BLK,
+            )  # [N, DV]
+            if masked:
+                visible = pos_k[None, :] <= pos_q[:, None]  # [M, N]
+                logits = tl.where(visible, logits, float("-inf"))
+                # Zero times NaN is NaN: a NaN of a later token would reach the rows before it that
+                # share its chunk.
+                bad = ~_finite(to_float32(v))
+                dirty = tl.maximum(dirty, tl.max(bad.to(tl.int32), 1))
+                v = tl.where(bad, 0.0, v)
+            acc, row_max, row_sum = softmax_step(logits, v, acc, row_max, row_sum, scale_log2)
+
+    if tl.max(dirty, 0) > 0:
+        # Rare: now what was taken out goes, as NaN, to the rows that see it.
+        for tile in range(whole, end, BLOCK_N):
+            pos_k, slot, live = tile_slots(table_ptr, tile, end, PAGE, BLOCK_N)
+            v = load_rows(
+                v_ptr,
+                v_scale_ptr,
+                slot,
+                head,
+                live,
+                FMT=V_FMT,
+                D=V_D,
+                D_PAD=V_D_PAD,
+                BLOCK=V_BLOCK,
+                HEADS=HEADS,
+                PAGE=PAGE,
+                S_LO=V_S_LO,
+                S_HI=V_S_HI,
+                S_BLK=V_S_BLK,
+            )  # [N, DV]
+            seen = to_bf16(tl.where(pos_k[None, :] <= pos_q[:, None], 1.0, 0.0))
+            bad = to_bf16(tl.where(_finite(to_float32(v)), 0.0, 1.0))
+            hits = dot(seen, bad, tl.zeros([BLOCK_M, V_D_PAD], dtype=tl.float32))
+            acc = tl.where(hits > 0.0, float("nan"), acc)
+    # And an Inf that a row saw in a whole tile ends like that, too.
+    acc = tl.where(_finite(acc), acc, float("nan"))
+    norm = v_global / tl.where(row_sum == 0.0, 1.0, row_sum)
+    i_d = tl.arange(0, V_D_PAD)
+    p_out = out_ptr + row[:, None] * V_D + i_d[None, :]
+    m_out = m_row[:, None] & (i_d < V_D)[None, :]
+    tl.store(p_out, to_dtype(acc * norm[:, None], out_ptr.dtype.element_ty), mask=m_out)
+
+
+@lru_cache(maxsize=64)
+def _constants(
+    layout: CacheLayout, group: int, max_pages: int, config: KernelConfig
+) -> dict[str, Any]:
+    return {
+        **cache_constants(layout, group, max_pages),
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+    }
+
+
+def extend(
+    query: Query,
+    cache: LayerCache,
+    *,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    qo_indptr: torch.Tensor,
+    batch: int,
+    max_q_len: int,
+    out: torch.Tensor,
+    sm_scale: float,
+) -> None:
+    """Causal attention of the new tokens of ``batch`` requests; one launch.
+
+    Args:
+        query: ``[T, Hq, Dk]``; row j of a request has position ``seq_len - q_len + j``.
+        page_table, seq_lens, qo_indptr: as `plan.plan_extend` left them.
+        max_q_len: no request has more new tokens.
+        out: ``[T, Hq, Dv]`` bfloat16 or float16; rows beyond ``qo_indptr[batch]`` are not written.
+        sm_scale: positive.
+    """
+    layout = cache.layout
+    group = query.data.shape[1] // layout.num_kv_heads
+    config = extend_config(layout)
+    tiles = -(-max_q_len * group // config.block_m)
+    _extend_kernel[(tiles * batch * layout.num_kv_heads,)](
+        *cache_arguments(query, cache),
+        page_table,
+        seq_lens,
+        qo_indptr,
+        out,
+        batch,
+        tiles,
+        sm_scale * math.log2(math.e),
+        QUANTIZED=query.scale is not None,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **_constants(layout, group, page_table.shape[1], config),
+    )
+
+
+def compile_cases() -> Iterator[CompileCase]:
+    """What launches of this module compile to, over `arguments.examples`."""
+    for example in examples():
+        config = extend_config(example.layout)
+        signature = {
+            **dict.fromkeys(("page_table_ptr", "seq_lens_ptr", "qo_indptr_ptr"), "*i32"),
+            "out_ptr": f"*{example.dtype}",
+            **dict.fromkeys(("batch", "tiles"), "i32"),
+            "sm_scale_log2": "fp32",
+        }
+        constants = _constants(example.layout, example.group, 1024, config)
+        yield compile_case(_extend_kernel, example, signature, constants, config)

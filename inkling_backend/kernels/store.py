@@ -1,0 +1,377 @@
+"""Fused store: one launch quantizes Q, K and V and scatters K and V into pages.
+
+A program takes BLOCK_T tokens of one head of K, of V or of Q. Tokens lie along grid x, heads along
+grid y: first the heads of K, then those of V, then those of Q.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from inkling_backend.errors import InvalidTensorError
+from inkling_backend.formats import FORMATS, get_format
+from inkling_backend.formats.layout import CacheLayout, LayerCache, SideLayout
+from inkling_backend.formats.query import Query
+from inkling_backend.kernels.checks import (
+    FLOAT_DTYPES,
+    INDEX_DTYPES,
+    check_runs_kernels,
+    check_tensor,
+)
+from inkling_backend.kernels.codec import encode, store_rows, to_float32
+from inkling_backend.kernels.compile_case import CompileCase
+
+# The one format of quantized queries.
+QUERY_FORMAT = get_format("mxfp8")
+
+# Few tokens: programs of one warp and two rows, so that the launch is wide. Many: sixteen rows fill
+# four warps with 16 elements a thread at head_dim 128.
+_FEW = 256
+_FEW_TOKENS = {"BLOCK_T": 2, "num_warps": 1}
+_MANY_TOKENS = {"BLOCK_T": 16, "num_warps": 4}
+
+
+@triton.jit
+def _load_tile(x_ptr, i_t, head, stride_t, stride_h, mask, D: tl.constexpr, D_PAD: tl.constexpr):
+    """Rows of one head of ``x [T, H, D]`` as ``[BLOCK_T, D_PAD]`` float32, zero outside."""
+    o_d = tl.arange(0, D_PAD)
+    p_x = x_ptr + i_t[:, None] * stride_t + head.to(tl.int64) * stride_h + o_d[None, :]
+    m_x = mask[:, None] & (o_d < D)[None, :]
+    return to_float32(tl.load(p_x, mask=m_x, other=0.0))
+
+
+@triton.jit
+def _store_side(
+    x_ptr,
+    stride_t,
+    stride_h,
+    slots_ptr,
+    num_slots,
+    data_ptr,
+    scale_ptr,
+    global_ptr,
+    i_t,
+    head,
+    m_t,
+    FMT: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    S_LO: tl.constexpr,
+    S_HI: tl.constexpr,
+    S_BLK: tl.constexpr,
+    HEADS: tl.constexpr,
+    PAGE: tl.constexpr,
+):
+    """Quantize one head of K or V and write it into its slots."""
+    slot = tl.load(slots_ptr + i_t, mask=m_t, other=0).to(tl.int64)  # [BLOCK_T]
+    m_t = m_t & (slot > 0) & (slot < num_slots)
+    x = _load_tile(x_ptr, i_t, head, stride_t, stride_h, m_t, D, D_PAD)
+    global_scale = tl.load(global_ptr) if FMT == "nvfp4" else 1.0
+    data, scale = encode(x, global_scale, FMT, BLOCK)
+    store_rows(
+        data_ptr,
+        scale_ptr,
+        slot,
+        head,
+        m_t,
+        data,
+        scale,
+        FMT,
+        D,
+        D_PAD,
+        BLOCK,
+        HEADS,
+        PAGE,
+        S_LO,
+        S_HI,
+        S_BLK,
+    )
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_slots"])
+def store_kernel(
+    k_ptr,
+    v_ptr,
+    q_ptr,
+    slots_ptr,
+    k_data_ptr,
+    v_data_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    k_global_ptr,
+    v_global_ptr,
+    q_data_ptr,
+    q_scale_ptr,
+    num_tokens,
+    num_slots,
+    k_stride_t,
+    k_stride_h,
+    v_stride_t,
+    v_stride_h,
+    q_stride_t,
+    q_stride_h,
+    K_FMT: tl.constexpr,
+    K_D: tl.constexpr,
+    K_D_PAD: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    K_S_LO: tl.constexpr,
+    K_S_HI: tl.constexpr,
+    K_S_BLK: tl.constexpr,
+    V_FMT: tl.constexpr,
+    V_D: tl.constexpr,
+    V_D_PAD: tl.constexpr,
+    V_BLOCK: tl.constexpr,
+    V_S_LO: tl.constexpr,
+    V_S_HI: tl.constexpr,
+    V_S_BLK: tl.constexpr,
+    HQ: tl.constexpr,
+    HKV: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """See the module. HQ is 0 where Q is not quantized; absent scales are None."""
+    i_t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)  # [BLOCK_T]
+    m_t = i_t < num_tokens
+    i_h = tl.program_id(1)
+    if i_h < HKV:
+        _store_side(
+            k_ptr,
+            k_stride_t,
+            k_stride_h,
+            slots_ptr,
+            num_slots,
+            k_data_ptr,
+            k_scale_ptr,
+            k_global_ptr,
+            i_t,
+            i_h,
+            m_t,
+            K_FMT,
+            K_D,
+            K_D_PAD,
+            K_BLOCK,
+            K_S_LO,
+            K_S_HI,
+            K_S_BLK,
+            HKV,
+            PAGE,
+        )
+    elif i_h < 2 * HKV:
+        _store_side(
+            v_ptr,
+            v_stride_t,
+            v_stride_h,
+            slots_ptr,
+            num_slots,
+            v_data_ptr,
+            v_scale_ptr,
+            v_global_ptr,
+            i_t,
+            i_h - HKV,
+            m_t,
+            V_FMT,
+            V_D,
+            V_D_PAD,
+            V_BLOCK,
+            V_S_LO,
+            V_S_HI,
+            V_S_BLK,
+            HKV,
+            PAGE,
+        )
+    else:
+        if HQ > 0:
+            head = i_h - 2 * HKV
+            x = _load_tile(q_ptr, i_t, head, q_stride_t, q_stride_h, m_t, K_D, K_D_PAD)
+            data, scale = encode(x, 1.0, "mxfp8", 32)
+            # Dense rows: a cache of HQ heads whose slot is the token.
+            store_rows(
+                q_data_ptr,
+                q_scale_ptr,
+                i_t,
+                head,
+                m_t,
+                data,
+                scale,
+                "mxfp8",
+                K_D,
+                K_D_PAD,
+                32,
+                HQ,
+                1,
+                0,
+                0,
+                1,
+            )
+
+
+def side_constants(prefix: str, side: SideLayout) -> dict[str, Any]:
+    """The constexpr arguments that describe one side of a cache, named ``{prefix}_...``."""
+    lo, hi, step = side.scale_strides
+    return {
+        f"{prefix}_FMT": side.format.name,
+        f"{prefix}_D": side.head_dim,
+        f"{prefix}_D_PAD": max(16, triton.next_power_of_2(side.head_dim)),
+        f"{prefix}_BLOCK": side.format.block,
+        f"{prefix}_S_LO": lo,
+        f"{prefix}_S_HI": hi,
+        f"{prefix}_S_BLK": step,
+    }
+
+
+@lru_cache(maxsize=64)
+def _constants(layout: CacheLayout, num_q_heads: int, few_tokens: bool) -> dict[str, Any]:
+    """Constexprs and launch options."""
+    return {
+        **side_constants("K", layout.k),
+        **side_constants("V", layout.v),
+        "HQ": num_q_heads,
+        "HKV": layout.num_kv_heads,
+        "PAGE": layout.page_size,
+        **(_FEW_TOKENS if few_tokens else _MANY_TOKENS),
+    }
+
+
+def store(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slots: torch.Tensor,
+    cache: LayerCache,
+    *,
+    q: torch.Tensor | None = None,
+    quantize_q: bool = False,
+    q_out: Query | None = None,
+) -> Query | None:
+    """Write one row of K and V per token into its slot, in one launch; no copy of any input.
+
+    Args:
+        k: ``[T, kv heads, Dk]`` bf16, fp16 or fp32; the last dimension contiguous, else strided.
+        v: ``[T, kv heads, Dv]`` likewise.
+        slots: ``[T]`` int32 or int64, contiguous. A token whose slot is 0 or negative is skipped,
+            and so is one beyond the cache, whose rows would land in other memory. Slots must be
+            distinct otherwise.
+        cache: the layer's buffers.
+        q: ``[T, query heads, Dk]`` like k, or None.
+        quantize_q: give Q back in MXFP8 (same launch) instead of as it is.
+        q_out: where the quantized Q goes, contiguous; allocated if None.
+
+    Returns:
+        The query, or None if q is None.
+
+    Raises:
+        InvalidTensorError: a tensor does not fit the cache.
+    """
+    layout, device = cache.layout, cache.k_data.device
+    check_runs_kernels("cache.k_data", cache.k_data)
+    num_tokens = check_tensor(
+        "slots", slots, shape=(None,), dtype=INDEX_DTYPES, device=device, contiguous=True
+    ).shape[0]
+    heads = layout.num_kv_heads
+    _check_rows("k", k, (num_tokens, heads, layout.k_head_dim), device)
+    _check_rows("v", v, (num_tokens, heads, layout.v_head_dim), device)
+    query, num_q_heads = None, 0
+    if q is not None:
+        _check_rows("q", q, (num_tokens, None, layout.k_head_dim), device)
+        query = Query(q)
+        if quantize_q:
+            num_q_heads = q.shape[1]
+            query = _query_buffers(q, q_out)
+    if num_tokens == 0:
+        return query
+
+    constants = _constants(layout, num_q_heads, num_tokens <= _FEW)
+    quantized = query if num_q_heads and query is not None else Query(k)
+    source = q if num_q_heads and q is not None else k
+    grid = (triton.cdiv(num_tokens, constants["BLOCK_T"]), 2 * heads + num_q_heads)
+    store_kernel[grid](
+        k_ptr=k,
+        v_ptr=v,
+        q_ptr=source,
+        slots_ptr=slots,
+        k_data_ptr=cache.k_data,
+        v_data_ptr=cache.v_data,
+        k_scale_ptr=cache.k_scale,
+        v_scale_ptr=cache.v_scale,
+        k_global_ptr=cache.k_global,
+        v_global_ptr=cache.v_global,
+        q_data_ptr=quantized.data,
+        q_scale_ptr=quantized.scale,
+        num_tokens=num_tokens,
+        num_slots=cache.k_data.shape[0],
+        k_stride_t=k.stride(0),
+        k_stride_h=k.stride(1),
+        v_stride_t=v.stride(0),
+        v_stride_h=v.stride(1),
+        q_stride_t=source.stride(0),
+        q_stride_h=source.stride(1),
+        **constants,
+    )
+    return query
+
+
+def _check_rows(
+    name: str, rows: torch.Tensor, shape: tuple[int | None, ...], device: torch.device
+) -> None:
+    check_tensor(name, rows, shape=shape, dtype=FLOAT_DTYPES, device=device, rows_contiguous=True)
+
+
+def _query_buffers(q: torch.Tensor, q_out: Query | None) -> Query:
+    """Buffers for the quantized rows of q."""
+    reasons = QUERY_FORMAT.reasons_against(q.shape[-1], "head_dim")
+    if reasons:
+        raise InvalidTensorError("q", "last size", "that can be quantized", "; ".join(reasons))
+    blocks = QUERY_FORMAT.scale_bytes(q.shape[-1])
+    if q_out is None:
+        return Query(
+            torch.empty(q.shape, dtype=torch.uint8, device=q.device),
+            torch.empty((*q.shape[:2], blocks), dtype=torch.uint8, device=q.device),
+        )
+    for name, tensor, shape in (
+        ("q_out.data", q_out.data, q.shape),
+        ("q_out.scale", q_out.scale, (*q.shape[:2], blocks)),
+    ):
+        check_tensor(name, tensor, shape=shape, dtype=torch.uint8, device=q.device, contiguous=True)
+    return q_out
+
+
+def compile_cases() -> list[CompileCase]:
+    """Every recipe and a mixed pair: few tokens at a padded head dim, many at the largest."""
+    pairs = [(name, name) for name in FORMATS] + [("mxfp8", "nvfp4")]
+    return [
+        _compile_case(CacheLayout(get_format(k), get_format(v), 8, head_dim, head_dim), few)
+        for k, v in pairs
+        for head_dim, few in ((96, True), (256, False))
+    ]
+
+
+def _compile_case(layout: CacheLayout, few_tokens: bool) -> CompileCase:
+    names = layout.k.format.name, layout.v.format.name
+    quantize_q = names[0] == QUERY_FORMAT.name
+    constants = _constants(layout, 32 if quantize_q else 0, few_tokens)
+    options = {name: constants[name] for name in constants if name != "num_warps"}
+    signature = {f"{x}_ptr": "*bf16" for x in ("k", "v", "q")} | {"slots_ptr": "*i64"}
+    for x, side in (("k", layout.k), ("v", layout.v)):
+        quantized = side.format.block > 0
+        signature[f"{x}_data_ptr"] = "*u8" if quantized else "*bf16"
+        signature[f"{x}_scale_ptr"] = "*u8" if quantized else "constexpr"
+        signature[f"{x}_global_ptr"] = "*fp32" if side.format.has_global_scale else "constexpr"
+    signature["q_data_ptr"] = "*u8" if quantize_q else "*bf16"
+    signature["q_scale_ptr"] = "*u8" if quantize_q else "constexpr"
+    signature |= {"num_tokens": "i32", "num_slots": "i64"}
+    signature |= {f"{x}_stride_{y}": "i32:16" for x in ("k", "v", "q") for y in ("t", "h")}
+    for name, kind in signature.items():
+        if kind == "constexpr":
+            options[name] = None
+    return CompileCase(
+        name=f"store-{names[0]}-{names[1]}-d{layout.k_head_dim}-{'few' if few_tokens else 'many'}",
+        kernel=store_kernel,
+        signature=signature,
+        constexprs=options,
+        num_warps=constants["num_warps"],
+    )

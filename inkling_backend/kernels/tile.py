@@ -1,0 +1,99 @@
+"""One step of attention over one KV tile: what decode and extend share.
+
+Every operation on a row is written so that its bits depend on that row alone: no multiplication
+feeds an addition that a compiler could fuse in one kernel variant and not in another, and a tile in
+which a row sees nothing leaves that row exactly as it was.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton import knobs
+
+from inkling_backend.kernels.codec import to_bf16, to_float32
+
+INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
+
+
+@triton.jit
+def to_dtype(x, dtype: tl.constexpr):
+    """float32 to the model's dtype, bfloat16 or float16."""
+    if dtype == tl.bfloat16:
+        return to_bf16(x)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def dot(a, b, acc):
+    """``acc + a @ b`` with bfloat16 operands and float32 sums (the interpreter has no bfloat16)."""
+    if INTERPRETED:
+        return tl.dot(to_float32(a), to_float32(b), acc, input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc)
+
+
+@triton.jit
+def tile_slots(table_ptr, start, end, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+    """Where the tokens of a tile are.
+
+    Args:
+        table_ptr: int32 page table of the request.
+        start: position of the tile's first token, a multiple of BLOCK, below ``end``.
+        end: first position that must not be read.
+
+    Returns:
+        (position int32 ``[N]``, slot int64 ``[N]``, live bool ``[N]``).
+    """
+    i_n = tl.arange(0, BLOCK)
+    pos = start + i_n
+    live = pos < end
+    if PAGE % BLOCK == 0:
+        page = tl.load(table_ptr + start // PAGE).to(tl.int64)
+        slot = page * PAGE + (start % PAGE + i_n)
+    else:
+        page = tl.load(table_ptr + pos // PAGE, mask=live, other=0).to(tl.int64)
+        slot = page * PAGE + pos % PAGE
+    return pos, slot, live
+
+
+@triton.jit
+def raw_logits(q, k):
+    """``q @ k^T`` in float32, without any scale. q ``[M, D]``, k ``[N, D]`` -> ``[M, N]``.
+
+    K is bfloat16, exactly, and its range exceeds float16. So a float16 query is cut into two
+    bfloat16 parts whose sum it is (11 = 8 + 3 significant bits), and both are multiplied.
+    """
+    k_t = tl.trans(k)
+    zero = tl.zeros([q.shape[0], k.shape[0]], dtype=tl.float32)
+    if q.dtype == tl.float16:
+        exact = to_float32(q)
+        high = to_bf16(exact)
+        low = to_bf16(exact - to_float32(high))
+        return dot(high, k_t, dot(low, k_t, zero))
+    else:
+        return dot(q, k_t, zero)
+
+
+@triton.jit
+def softmax_step(logits, v, acc, row_max, row_sum, scale_log2):
+    """Adds one tile to the running sums.
+
+    Args:
+        logits: ``[M, N]`` float32, unscaled, -inf where a row must not look.
+        v: ``[N, DV]`` bfloat16.
+        acc, row_max, row_sum: ``[M, DV]``, ``[M]``, ``[M]`` float32; row_max is unscaled.
+        scale_log2: positive factor from a raw logit to an exponent of two.
+
+    Returns:
+        The new (acc, row_max, row_sum).
+    """
+    new_max = tl.maximum(row_max, tl.max(logits, 1))
+    # A row that has seen nothing has no maximum; 0 keeps -inf minus -inf away.
+    base = tl.where(new_max == float("-inf"), 0.0, new_max)
+    p = tl.math.exp2((logits - base[:, None]) * scale_log2)
+    alpha = tl.math.exp2((row_max - base) * scale_log2)
+    row_sum = tl.fma(row_sum, alpha, tl.sum(p, 1))
+    acc = dot(to_bf16(p), v, acc * alpha[:, None])
+    return acc, new_max, row_sum

@@ -1,0 +1,113 @@
+"""Attention over a paged cache in float32, in plain torch: the oracle, and the CPU path."""
+
+from __future__ import annotations
+
+import torch
+
+from inkling_backend.errors import InvalidTensorError
+from inkling_backend.formats.layout import LayerCache
+from inkling_backend.formats.query import Query
+from inkling_backend.reference.gather import read_rows
+from inkling_backend.reference.pages import scale_index
+
+# Scores held at a time, so that a long prompt does not need tokens x context x heads of memory.
+_MAX_SCORES = 1 << 24
+
+
+def attend(
+    query: Query,
+    cache: LayerCache,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    qo_indptr: torch.Tensor,
+    *,
+    sm_scale: float,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """Causal attention of ragged queries over the cached tokens of their requests.
+
+    Row j of request b's ``n`` rows stands at position ``seq_lens[b] - n + j`` and sees the
+    positions up to its own; a row before position 0 sees nothing and gives zeros. A token that a
+    row does not see cannot reach it, whatever its bytes are. Synchronises with the host.
+
+    Args:
+        query: ``[T, query heads, Dk]``; query heads are a multiple of the kv heads.
+        cache: the layer's buffers, new tokens already stored.
+        page_table: ``[B, max_pages]`` integer page numbers in position order.
+        seq_lens: ``[B]`` integer tokens per request, new ones included.
+        qo_indptr: ``[B + 1]`` integer; request b has the query rows ``qo_indptr[b:b + 2]``.
+        sm_scale: multiplies the logits.
+        out: ``[T, query heads, Dv]``, any float dtype; every row of a request is written.
+
+    Returns:
+        ``out``.
+    """
+    _check_shapes(query, cache, page_table, seq_lens, qo_indptr, out)
+    q = query.dequantize() * sm_scale
+    page = cache.layout.page_size
+    bounds = qo_indptr.tolist()
+    for b, length in enumerate(seq_lens.tolist()):
+        first, last = bounds[b], bounds[b + 1]
+        if first == last:
+            continue
+        if length <= 0:
+            out[first:last] = 0
+            continue
+        positions = torch.arange(length, device=page_table.device)
+        slots = page_table[b, positions // page].long() * page + positions % page
+        index = scale_index(cache.layout, slots)
+        k, v = read_rows(slots, cache, "k", index), read_rows(slots, cache, "v", index)
+        out[first:last] = _attend_one(q[first:last], k, v)
+    return out
+
+
+def _attend_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """``[n, Hq, Dk]`` scaled, ``[L, Hkv, Dk]``, ``[L, Hkv, Dv]`` -> ``[n, Hq, Dv]``, float32."""
+    n, num_q_heads, dk = q.shape
+    length, num_kv_heads, dv = v.shape
+    group = num_q_heads // num_kv_heads
+    q = q.view(n, num_kv_heads, group, dk).transpose(0, 1)  # [Hkv, n, group, Dk]
+    k, v = k.permute(1, 2, 0), v.transpose(0, 1)  # [Hkv, Dk, L], [Hkv, L, Dv]
+    if n == 1:
+        out = torch.softmax(q.flatten(1, 2) @ k, dim=-1) @ v
+        return out.reshape(1, num_q_heads, dv)
+    bad = ~torch.isfinite(v)
+    finite = not bool(bad.any())
+    clean = v if finite else v.masked_fill(bad, 0.0)
+    out = q.new_zeros(num_kv_heads, n, group, dv)
+    step = max(1, _MAX_SCORES // (num_q_heads * length))
+    for start in range(max(0, n - length), n, step):
+        stop = min(start + step, n)
+        seen = length - n + stop
+        rows = torch.arange(start, stop, device=q.device) + (length - n)
+        hidden = torch.arange(seen, device=q.device) > rows[:, None]  # [rows, seen]
+        scores = (q[:, start:stop].flatten(1, 2) @ k[..., :seen]).unflatten(1, (-1, group))
+        p = torch.softmax(scores.masked_fill_(hidden[:, None], -torch.inf), dim=-1)
+        part = (p.flatten(1, 2) @ clean[:, :seen]).unflatten(1, (-1, group))
+        if not finite:
+            reached = (~hidden).float() @ bad[:, :seen].float() > 0  # [Hkv, rows, Dv]
+            part = part.masked_fill(reached[:, :, None], torch.nan)
+        out[:, start:stop] = part
+    return out.transpose(0, 1).reshape(n, num_q_heads, dv)
+
+
+def _check_shapes(
+    query: Query,
+    cache: LayerCache,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    qo_indptr: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    layout, shape = cache.layout, tuple(query.data.shape)
+    if len(shape) != 3 or shape[2] != layout.k_head_dim or shape[1] % layout.num_kv_heads:
+        expected = f"[T, a multiple of {layout.num_kv_heads}, {layout.k_head_dim}]"
+        raise InvalidTensorError("query", "shape", expected, shape)
+    if tuple(out.shape) != (*shape[:2], layout.v_head_dim):
+        expected_out = (*shape[:2], layout.v_head_dim)
+        raise InvalidTensorError("out", "shape", expected_out, tuple(out.shape))
+    batch = seq_lens.shape[0]
+    if page_table.ndim != 2 or page_table.shape[0] != batch:
+        raise InvalidTensorError("page_table", "shape", f"[{batch}, pages]", page_table.shape)
+    if tuple(qo_indptr.shape) != (batch + 1,):
+        raise InvalidTensorError("qo_indptr", "shape", (batch + 1,), tuple(qo_indptr.shape))

@@ -1,0 +1,95 @@
+"""Quantize K and V rows (and Q) and scatter them into pages, in plain torch."""
+
+from __future__ import annotations
+
+import torch
+
+from inkling_backend.errors import InvalidTensorError
+from inkling_backend.formats.layout import LayerCache
+from inkling_backend.formats.query import Query
+from inkling_backend.reference.pages import Index, scale_index, scale_view, side_buffers
+
+
+def store(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slots: torch.Tensor,
+    cache: LayerCache,
+    *,
+    q: torch.Tensor | None = None,
+    quantize_q: bool = False,
+) -> Query | None:
+    """Write one row of K and V per token into its slot. Exact; no host synchronisation.
+
+    Args:
+        k: ``[T, kv heads, Dk]`` bf16, fp16 or fp32, any strides.
+        v: ``[T, kv heads, Dv]`` likewise.
+        slots: ``[T]`` int32 or int64; a token whose slot is 0 or negative is skipped. Slots must
+            be distinct otherwise.
+        cache: the layer's buffers.
+        q: ``[T, query heads, Dk]`` or None.
+        quantize_q: give Q back in MXFP8 instead of as it is.
+
+    Returns:
+        The query, or None if q is None.
+
+    Raises:
+        InvalidTensorError: a tensor does not fit the cache.
+    """
+    layout = cache.layout
+    _check_inputs(k, v, slots, q, cache)
+    if k.shape[0]:
+        keep = (slots > 0)[:, None, None]
+        targets = slots.clamp(min=0).long()
+        index = scale_index(layout, targets)
+        for rows, side in ((k, "k"), (v, "v")):
+            _scatter(rows, keep, targets, index, cache, side)
+    if q is None:
+        return None
+    return Query.quantize(q) if quantize_q else Query(q)
+
+
+def _scatter(
+    rows: torch.Tensor,
+    keep: torch.Tensor,
+    targets: torch.Tensor,
+    index: Index,
+    cache: LayerCache,
+    name: str,
+) -> None:
+    """Quantize rows and write those of ``keep``; the others write back what slot 0 holds."""
+    side, data, scale, global_scale = side_buffers(cache, name)
+    new = side.format.quantize(rows, global_scale)
+    data.index_copy_(0, targets, torch.where(keep, new.data, data[0]))
+    if scale is not None and new.scale is not None:
+        view = scale_view(cache.layout, side, scale)
+        view[index] = torch.where(keep, new.scale, view[0, 0, 0])
+
+
+def _check_inputs(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slots: torch.Tensor,
+    q: torch.Tensor | None,
+    cache: LayerCache,
+) -> None:
+    layout, tokens = cache.layout, slots.shape[0] if slots.ndim == 1 else None
+    if tokens is None:
+        raise InvalidTensorError("slots", "shape", "[T]", tuple(slots.shape))
+    if slots.dtype not in (torch.int32, torch.int64):
+        raise InvalidTensorError("slots", "dtype", "int32 or int64", slots.dtype)
+    expected = {
+        "k": (k, (tokens, layout.num_kv_heads, layout.k_head_dim)),
+        "v": (v, (tokens, layout.num_kv_heads, layout.v_head_dim)),
+    }
+    if q is not None:
+        heads = q.shape[1] if q.ndim == 3 else 0
+        expected["q"] = (q, (tokens, heads, layout.k_head_dim))
+    for name, (tensor, shape) in expected.items():
+        if tuple(tensor.shape) != shape:
+            raise InvalidTensorError(name, "shape", shape, tuple(tensor.shape))
+        if not tensor.dtype.is_floating_point:
+            raise InvalidTensorError(name, "dtype", "bf16, fp16 or fp32", tensor.dtype)
+    for name, tensor in (("k", k), ("v", v), ("slots", slots)):
+        if tensor.device != cache.k_data.device:
+            raise InvalidTensorError(name, "device", cache.k_data.device, tensor.device)

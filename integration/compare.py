@@ -1,0 +1,60 @@
+"""Compare what two engines say when they are allowed to round differently.
+
+Greedy tokens of two implementations part at the first near tie, which says nothing. The
+probabilities of every step up to there do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from integration.engine import RealEngine
+
+TOP = 8
+# The engine computes logits in bfloat16, and those of the tiny models stay below 4, where one unit
+# in the last place is 2**-6: four of them.
+TOLERANCE = 4 * 2**-6
+
+
+@dataclass(frozen=True)
+class Step:
+    """One generated token, and the log-probabilities of the likeliest ones."""
+
+    token: int
+    top: dict[int, float]
+
+
+def generate(engine: RealEngine, input_ids: list[list[int]], count: int) -> list[list[Step]]:
+    """The steps of exactly ``count`` greedy tokens after each prompt, as one batch."""
+    answers = engine.generate(
+        input_ids=input_ids,
+        sampling_params={"max_new_tokens": count, "ignore_eos": True},
+        return_logprob=True,
+        top_logprobs_num=TOP,
+    )
+    return [
+        [
+            Step(token, {each: logprob for logprob, each, *_ in top})
+            for token, top in zip(
+                answer["output_ids"], answer["meta_info"]["output_top_logprobs"], strict=True
+            )
+        ]
+        for answer in answers
+    ]
+
+
+def disagreements(one: list[list[Step]], other: list[list[Step]]) -> list[str]:
+    """Where two engines differ by more than rounding (empty if they agree)."""
+    found = []
+    for i, (ours, theirs) in enumerate(zip(one, other, strict=True)):
+        if len(ours) != len(theirs):
+            found.append(f"prompt {i}: {len(ours)} tokens against {len(theirs)}")
+        for j, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+            both = a.top.keys() & b.top.keys()
+            gap = max((abs(a.top[t] - b.top[t]) for t in both), default=float("inf"))
+            if gap > TOLERANCE or not {a.token, b.token} <= both:
+                found.append(f"prompt {i}, token {j}: {a} against {b}")
+                break
+            if a.token != b.token:  # a tie within the tolerance; what follows cannot be compared
+                break
+    return found

@@ -1,0 +1,1 @@
+"""The test of a GPU host: see the file ``run`` beside this one."""

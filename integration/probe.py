@@ -1,0 +1,86 @@
+"""Looks into a running engine: a second plugin, put on the module path for one test only.
+
+The engine finds it as it finds any plugin, by an entry point, so nothing of the engine or of this
+package is changed. In the scheduler's process it writes what sizing computed and what the pool
+allocated to a JSON file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+# Objects that can hold the pool's tensors; what else a pool refers to is not its own.
+_OWNERS = (
+    "inkling_backend.cache.",
+    "inkling_backend.formats.",
+    "inkling_backend.engines.",
+    "sglang.srt.mem_cache.memory_pool",
+)
+_FILE = "INTEGRATION_PROBE_FILE"
+_METADATA = "Metadata-Version: 2.1\nName: integration-probe\nVersion: 0\n"
+_ENTRY = "[sglang.srt.plugins]\nintegration_probe = integration.probe:register\n"
+
+
+class Probe:
+    """A probe whose files live in ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        info = folder / "integration_probe-0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(_METADATA)
+        (info / "entry_points.txt").write_text(_ENTRY)
+        self._file = folder / "pool.json"
+        self.env = {_FILE: str(self._file), "PYTHONPATH": str(folder)}
+
+    @property
+    def pool(self) -> dict[str, Any]:
+        """``bytes_per_token`` of sizing; ``tokens``, ``page_size`` and ``nbytes`` of the pool."""
+        return json.loads(self._file.read_text())
+
+
+def register() -> None:
+    """Entry point: hook the place where the engine has just allocated its pools."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    target = "sglang.srt.model_executor.model_runner.ModelRunner.alloc_memory_pool"
+    HookRegistry.register(target, _report, HookType.AFTER)
+
+
+def _report(result: object, runner: Any, *args: object, **kwargs: object) -> None:
+    from sglang.srt.model_executor.pool_configurator import create_memory_pool_configurator
+
+    pool = runner.token_to_kv_pool
+    sizing = create_memory_pool_configurator(runner.kv_cache_configurator)
+    content = {
+        "bytes_per_token": sizing._cell_size,
+        "tokens": pool.size,
+        "page_size": pool.page_size,
+        "nbytes": sum(_storages(pool, set()).values()),
+    }
+    Path(os.environ[_FILE]).write_text(json.dumps(content))
+
+
+def _storages(thing: Any, seen: set[int]) -> dict[int, int]:
+    """Bytes of every tensor storage that a pool owns, by address."""
+    import torch
+
+    if id(thing) in seen:
+        return {}
+    seen.add(id(thing))
+    if isinstance(thing, torch.Tensor):
+        storage = thing.untyped_storage()
+        return {storage.data_ptr(): storage.nbytes()}
+    parts: list[Any] = []
+    if type(thing) is dict:
+        parts = list(thing.values())
+    elif isinstance(thing, list | tuple):
+        parts = list(thing)
+    elif type(thing).__module__.startswith(_OWNERS):
+        parts = list(getattr(thing, "__dict__", {}).values())
+    found: dict[int, int] = {}
+    for part in parts:
+        found |= _storages(part, seen)
+    return found

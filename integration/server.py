@@ -1,0 +1,119 @@
+"""A real ``sglang serve`` process and the few HTTP calls that the tests make."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from integration.launch import command_line, environment, stop
+
+START_SECONDS = 240
+ANSWER_SECONDS = 120
+SERVE = (str(Path(sys.executable).with_name("sglang")), "serve")
+LAUNCH_SERVER = (sys.executable, "-m", "sglang.launch_server")
+
+
+class Server:
+    """A server that answers, on a free local port.
+
+    Args:
+        options: the server's flags, as keywords of ``sglang.Engine``.
+        program: the command in front of the flags.
+    """
+
+    def __init__(self, options: Mapping[str, object], program: Sequence[str] = SERVE) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self.flags = command_line({**options, "host": "127.0.0.1", "port": port})
+        self._log = tempfile.NamedTemporaryFile(  # noqa: SIM115 - closed by close()
+            prefix="server-", suffix=".log"
+        )
+        self._process = subprocess.Popen(
+            [*program, *self.flags],
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            env=environment(),
+            start_new_session=True,
+        )
+        try:
+            self._wait()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def log(self) -> str:
+        """Everything that the server has printed."""
+        return Path(self._log.name).read_text(errors="replace")
+
+    def close(self) -> None:
+        """End the server and its children. Can be called twice."""
+        if not self._log.closed:
+            stop(self._process)
+            self._log.close()
+
+    def chat(self, question: str, **options: object) -> str:
+        """The answer of ``/v1/chat/completions``."""
+        with self._post("/v1/chat/completions", _chat(question, options)) as response:
+            return json.load(response)["choices"][0]["message"]["content"]
+
+    def stream(self, question: str, **options: object) -> Generator[str, None, None]:
+        """The pieces of the same answer, as they come."""
+        body = _chat(question, {**options, "stream": True})
+        with self._post("/v1/chat/completions", body) as response:
+            for line in response:
+                text = line.decode().strip().removeprefix("data: ")
+                if text and text != "[DONE]":
+                    yield json.loads(text)["choices"][0]["delta"].get("content") or ""
+
+    def _post(self, path: str, body: Mapping[str, object]) -> Any:
+        request = urllib.request.Request(
+            self.url + path,
+            data=json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        return urllib.request.urlopen(request, timeout=ANSWER_SECONDS)
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                status = self._process.returncode
+                raise RuntimeError(f"the server exited with status {status}\n{self.log[-6000:]}")
+            try:
+                with urllib.request.urlopen(self.url + "/health", timeout=10) as response:
+                    if response.status == 200:
+                        return
+            except (urllib.error.URLError, OSError):
+                pass
+            time.sleep(0.5)
+        raise TimeoutError(f"no answer within {START_SECONDS} s\n{self.log[-6000:]}")
+
+
+def _chat(question: str, options: Mapping[str, object]) -> dict[str, object]:
+    messages = [{"role": "user", "content": question}]
+    return {"model": "default", "messages": messages, "temperature": 0, "max_tokens": 32, **options}

@@ -1,0 +1,50 @@
+"""Real server processes over HTTP, started by both commands that people use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from integration.launch import options
+from integration.server import LAUNCH_SERVER, SERVE, Server
+
+STARTS = {
+    "serve with a recipe flag": (SERVE, "kvfp4", {}),
+    "launch_server with a dtype flag": (LAUNCH_SERVER, "mxfp8", {"kv_cache_dtype": "mxfp8"}),
+}
+
+
+@pytest.fixture(scope="module", params=STARTS)
+def server(request: pytest.FixtureRequest, model: Path) -> Iterator[Server]:
+    program, recipe, extra = STARTS[request.param]
+    with Server(options(model, recipe, **extra), program) as running:
+        yield running
+
+
+def test_chat_completion(server: Server) -> None:
+    assert "Paris" in server.chat("What is the capital of France?")
+
+
+def test_streaming_gives_the_same_answer_in_pieces(server: Server) -> None:
+    question = "What is the capital of France?"
+    pieces = [piece for piece in server.stream(question) if piece]
+    assert len(pieces) > 1
+    assert "".join(pieces) == server.chat(question)
+
+
+def test_concurrent_requests_get_the_answers_they_get_alone(server: Server) -> None:
+    questions = [f"What is the capital of {name}?" for name in ("France", "Italy", "Japan")]
+    alone = [server.chat(question, max_tokens=12) for question in questions]
+    with ThreadPoolExecutor(len(questions)) as pool:
+        together = pool.map(lambda question: server.chat(question, max_tokens=12), questions)
+        assert list(together) == alone
+
+
+def test_an_abandoned_stream_leaves_the_server_serving(server: Server) -> None:
+    stream = server.stream("Tell me a long story about a river.", max_tokens=200)
+    next(stream)
+    stream.close()
+    assert "Paris" in server.chat("What is the capital of France?")

@@ -1,0 +1,82 @@
+"""What needs a model of a special shape or a special engine: parallel ranks, interpreted kernels,
+a pool that overflows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from integration.compare import Step, disagreements, generate
+from integration.engine import RealEngine
+from integration.launch import options
+from integration.tiny_models import VOCAB, write_llama
+
+PROMPTS = [[(7 * i + 3 * j) % (VOCAB - 10) + 5 for i in range(n)] for j, n in enumerate((5, 37, 9))]
+NEW_TOKENS = 6
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama with 4 query heads and 2 KV heads."""
+    return write_llama(tmp_path_factory.mktemp("tiny"))
+
+
+def tiny_options(tiny: Path, recipe: str = "mxfp8", **extra: object) -> dict[str, object]:
+    return options(tiny, recipe, skip_tokenizer_init=True, **extra)
+
+
+@pytest.fixture(scope="module")
+def single(tiny: Path) -> Iterator[RealEngine]:
+    """MXFP8 on one rank with the reference path, and room for all requests at once."""
+    with RealEngine(tiny_options(tiny)) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def expected(single: RealEngine) -> list[list[Step]]:
+    return generate(single, PROMPTS, NEW_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def expected_nvfp4(tiny: Path) -> list[list[Step]]:
+    with RealEngine(tiny_options(tiny, "nvfp4")) as engine:
+        return generate(engine, PROMPTS, NEW_TOKENS)
+
+
+def test_the_comparison_tells_recipes_apart(
+    expected: list[list[Step]], expected_nvfp4: list[list[Step]]
+) -> None:
+    """The tolerance below is smaller than what a change of the cache's numbers does."""
+    assert len(disagreements(expected, expected_nvfp4)) == len(PROMPTS)
+
+
+def test_two_ranks_equal_one(tiny: Path, expected: list[list[Step]]) -> None:
+    env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_NCCL_SO_PATH": "/nonexistent"}
+    with RealEngine(tiny_options(tiny, tp_size=2), env=env) as engine:
+        assert not disagreements(generate(engine, PROMPTS, NEW_TOKENS), expected)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_interpreted_kernels_equal_the_reference(
+    tiny: Path, recipe: str, request: pytest.FixtureRequest
+) -> None:
+    reference = {"mxfp8": "expected", "nvfp4": "expected_nvfp4"}[recipe]
+    env = {"TRITON_INTERPRET": "1", "INKLING_KERNELS": "triton"}
+    with RealEngine(tiny_options(tiny, recipe), env=env) as engine:
+        (line,) = [line for line in engine.log.splitlines() if "bytes per token" in line]
+        assert "triton kernels" in line
+        found = generate(engine, PROMPTS, NEW_TOKENS)
+    assert not disagreements(found, request.getfixturevalue(reference))
+
+
+def test_retracted_requests_end_as_they_would_alone(tiny: Path, single: RealEngine) -> None:
+    prompts = [PROMPTS[0] + [9 + i] for i in range(4)]
+    alone = [steps for prompt in prompts for steps in generate(single, [prompt], 300)]
+    small = tiny_options(tiny, max_total_tokens=1024, schedule_conservativeness=0.01)
+    with RealEngine(small) as engine:
+        together = generate(engine, prompts, 300)
+        assert "Retract requests" in engine.log
+    assert [len(steps) for steps in together] == [300] * len(prompts)
+    assert not disagreements(together, alone)

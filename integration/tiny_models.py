@@ -1,0 +1,105 @@
+"""Write tiny models: random ones that start fast and split in two, and ones that must be refused.
+
+Their tokens are bare numbers: start the engine with ``skip_tokenizer_init=True`` and ask with
+``input_ids``.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+VOCAB = 512
+LLAMA: dict[str, object] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "torch_dtype": "bfloat16",
+    "vocab_size": VOCAB,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+# Multi-head latent attention: keys and values exist only as one compressed row per token.
+LATENT: dict[str, object] = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "torch_dtype": "bfloat16",
+    "vocab_size": VOCAB,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 64,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 2,
+    "hidden_act": "silu",
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+}
+ENCODER_DECODER: dict[str, object] = {
+    "architectures": ["WhisperForConditionalGeneration"],
+    "model_type": "whisper",
+    "torch_dtype": "bfloat16",
+    "vocab_size": VOCAB,
+    "d_model": 256,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 512,
+    "decoder_ffn_dim": 512,
+    "max_source_positions": 1500,
+    "max_target_positions": 448,
+    "num_mel_bins": 80,
+    "is_encoder_decoder": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "decoder_start_token_id": 3,
+}
+
+
+def write_config(out: Path, config: dict[str, object], **changes: object) -> Path:
+    """Write the configuration of a model without weights; returns its directory."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "config.json").write_text(json.dumps(config | changes, indent=1))
+    return out
+
+
+def write_llama(out: Path, seed: int = 0, **changes: object) -> Path:
+    """Write a random Llama with its weights; returns its directory.
+
+    Real weights, not the engine's dummy ones: those differ between one rank and two.
+    """
+    import torch
+    import transformers
+
+    write_config(out, LLAMA, **changes)
+    torch.manual_seed(seed)
+    config = transformers.AutoConfig.from_pretrained(out)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 2:  # wide enough that attention decides the next token
+                weight.normal_(0, weight.shape[1] ** -0.5)
+    model.save_pretrained(out)
+    return write_config(out, LLAMA, **changes)

@@ -1,0 +1,186 @@
+"""From plan to output through the runner, with both implementations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from inkling_backend.attention import AttentionRunner
+from inkling_backend.errors import InvalidTensorError
+from inkling_backend.formats import Query
+from tests.attention.world import World, assert_as_accurate, make_world, slots_of
+
+LENS = [70, 0, 300, 1]
+Q_LENS = [20, 0, 65, 1]
+
+
+@pytest.fixture(params=["triton", "reference"])
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("INKLING_KERNELS", request.param)
+    return request.param
+
+
+def extend_plan(world: World, runner: AttentionRunner, q_lens: list[int]):  # type: ignore[no-untyped-def]
+    qo_indptr = torch.tensor([0, *q_lens]).cumsum(0).to(world.device)
+    return runner.plan_extend(
+        world.slot_table, world.rows, world.seq_lens, qo_indptr, max(q_lens, default=0)
+    )
+
+
+@pytest.mark.parametrize("quantize_query", [False, True])
+def test_prefill_then_decode(
+    implementation: str, quantize_query: bool, device: torch.device
+) -> None:
+    world = make_world(LENS, device, k="mxfp8", v="nvfp4")
+    runner = world.runner(quantize_query=quantize_query)
+    assert runner.implementation == implementation
+    k = torch.randn(86, 2, 64, dtype=world.dtype, device=device)
+    v = torch.randn(86, 2, 64, dtype=world.dtype, device=device)
+    q = torch.randn(86, 4, 64, dtype=world.dtype, device=device)
+    slots = torch.cat(
+        [slots_of(world, b)[len(slots_of(world, b)) - n :] for b, n in enumerate(Q_LENS)]
+    )
+    query = runner.store(world.cache, k, v, slots, q)
+    assert (query.scale is not None) == quantize_query
+    plan = extend_plan(world, runner, Q_LENS)
+    out = runner.run(plan, query, world.cache, world.empty_out(86), 0.125)
+    end = 0
+    for b, n in enumerate(Q_LENS):
+        end += n
+        if n:
+            rows = query.dequantize()[end - n : end]
+            assert_as_accurate(out[end - n : end], world, b, rows, 0.125)
+
+    query = runner.store(world.cache, k[:4], v[:4], torch.zeros(4, dtype=torch.int64), q[:4])
+    decode = runner.plan_decode(world.slot_table, world.rows, world.seq_lens, 4)
+    flat = torch.full((4, 4 * 64), torch.nan, dtype=world.dtype, device=device)
+    assert runner.run(decode, query, world.cache, flat, 0.125) is flat
+    for b in range(4):
+        rows = query.dequantize()[b : b + 1]
+        assert_as_accurate(flat[b].view(1, 4, 64), world, b, rows, 0.125)
+    assert (flat[1] == 0).all()
+
+
+def test_store_without_query(implementation: str, device: torch.device) -> None:
+    world = make_world([1], device, k="mxfp8")
+    before = world.cache.k_data.clone()
+    rows = torch.randn(1, 2, 64, dtype=world.dtype, device=device)
+    assert world.runner().store(world.cache, rows, rows, slots_of(world, 0)) is None
+    assert not torch.equal(world.cache.k_data, before)
+
+
+def test_nothing_to_do(implementation: str, device: torch.device) -> None:
+    world = make_world([], device)
+    runner = world.runner()
+    query, out = world.queries(0), world.empty_out(0)
+    for plan in (
+        runner.plan_decode(world.slot_table, world.rows, world.seq_lens, 0),
+        extend_plan(world, runner, []),
+    ):
+        assert runner.run(plan, query, world.cache, out, 0.125) is out
+
+
+def test_requests_without_new_tokens(implementation: str, device: torch.device) -> None:
+    world = make_world([5, 6], device)
+    runner = world.runner()
+    plan = extend_plan(world, runner, [0, 0])
+    assert runner.run(plan, world.queries(0), world.cache, world.empty_out(0), 1.0).shape[0] == 0
+
+
+def test_a_decode_plan_survives_an_extend(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INKLING_KERNELS", "triton")
+    world = make_world([70, 130], device)
+    other = make_world([300, 20], device)
+    runner, query = world.runner(), world.queries(2)
+    plan = runner.plan_decode(world.slot_table, world.rows, world.seq_lens, 2)
+    first = runner.run(plan, query, world.cache, world.empty_out(2), 0.125)
+    extended = extend_plan(other, runner, [30, 20])
+    runner.run(extended, other.queries(50), other.cache, other.empty_out(50), 0.125)
+    second = runner.run(plan, query, world.cache, world.empty_out(2), 0.125)
+    assert torch.equal(first, second)
+
+
+def test_buffers_stay_where_they_are(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INKLING_KERNELS", "triton")
+    world = make_world([70, 130], device)
+    runner = world.runner()
+
+    def addresses() -> list[int]:
+        decode = runner.plan_decode(world.slot_table, world.rows, world.seq_lens, 2)
+        extend = extend_plan(world, runner, [1, 1])
+        tensors = [decode.page_table, decode.seq_lens, decode.split_indptr, decode.work]
+        tensors += [extend.page_table, extend.seq_lens, extend.qo_indptr]
+        return [t.data_ptr() for t in tensors]
+
+    before = addresses()
+    assert addresses() == before
+    assert len(set(before)) == len(before)
+
+
+def test_workspace_is_counted(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INKLING_KERNELS", "triton")
+    world = make_world([70] * 8, device, max_context=1024)
+    # 19 pages of 64 tokens hold more than max_context: 4 splits of 256 for each of 16 requests.
+    batch, items, pages = 16, 16 * 4, 16
+    runner = world.runner(max_batch=batch)
+    ints = 2 * batch * pages + 2 * batch + 2 * (batch + 1) + 2 * items
+    assert runner.workspace_bytes == 4 * ints + items * 4 * (64 + 2) * 4
+    monkeypatch.setenv("INKLING_KERNELS", "reference")
+    assert world.runner().workspace_bytes == 0
+
+
+def test_the_choice_of_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = make_world([], torch.device("cpu"))
+    monkeypatch.delenv("INKLING_KERNELS", raising=False)
+    assert cpu.runner().implementation == "reference"
+
+
+def test_wrong_calls_are_named(implementation: str, device: torch.device) -> None:
+    world = make_world([70], device)
+    runner = world.runner(max_batch=2)
+    table, rows, lens = world.slot_table, world.rows, world.seq_lens
+    plan = runner.plan_decode(table, rows, lens, 1)
+    query, out = world.queries(1), world.empty_out(1)
+    wrong = [
+        ("rows", lambda: runner.plan_decode(table, rows, lens, 3)),
+        ("rows", lambda: runner.plan_decode(table, rows, lens, 2)),
+        ("rows", lambda: runner.plan_decode(table, rows.float(), lens, 1)),
+        ("slot_table", lambda: runner.plan_decode(table.long(), rows, lens, 1)),
+        ("slot_table", lambda: runner.plan_decode(table[:, :64], rows, lens, 1)),
+        ("qo_indptr", lambda: runner.plan_extend(table, rows, lens, lens, 1)),
+        ("query", lambda: runner.run(plan, world.queries(2), world.cache, out, 1.0)),
+        ("query", lambda: runner.run(plan, Query(query.data.float()), world.cache, out, 1.0)),
+        ("out", lambda: runner.run(plan, query, world.cache, world.empty_out(2), 1.0)),
+        ("out", lambda: runner.run(plan, query, world.cache, out.float(), 1.0)),
+        ("sm_scale", lambda: runner.run(plan, query, world.cache, out, -1.0)),
+        ("sm_scale", lambda: runner.run(plan, query, world.cache, out, float("nan"))),
+    ]
+    for name, call in wrong:
+        with pytest.raises(InvalidTensorError, match=f"^{name}:"):
+            call()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs exist on a GPU only")
+def test_a_captured_graph_replays_other_batches() -> None:
+    device = torch.device("cuda")
+    world = make_world([70, 300, 1, 0], device, k="mxfp8", v="nvfp4")
+    runner, query = world.runner(), world.queries(4)
+    lens, out = world.seq_lens, world.empty_out(4)
+
+    def step(into: torch.Tensor) -> None:
+        plan = runner.plan_decode(world.slot_table, world.rows, lens, 4)
+        runner.run(plan, query, world.cache, into, 0.125)
+
+    step(out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(out)
+    for shorter in (0, 1, 69):
+        lens.copy_((world.seq_lens - shorter).clamp(min=0))
+        out.fill_(torch.nan)
+        graph.replay()
+        eager = world.empty_out(4)
+        step(eager)
+        assert torch.equal(out, eager)

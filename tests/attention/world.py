@@ -1,0 +1,167 @@
+"""A small paged cache full of poison with some requests in it, and what attention over it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from inkling_backend.attention import AttentionRunner, AttentionSpec
+from inkling_backend.cache import KVCachePool
+from inkling_backend.formats import Query, get_format
+from inkling_backend.formats.layout import CacheLayout, LayerCache
+from inkling_backend.reference.gather import gather
+from inkling_backend.reference.store import store
+
+# In slot tables where no token is: a slot that is in no pool.
+NOWHERE = 1 << 30
+
+
+@dataclass
+class World:
+    """Requests in a cache.
+
+    Attributes:
+        slot_table: ``[rows, max_context]`` int32; request b has row ``rows[b]``.
+        lens: tokens of each request, all stored.
+        query: ``[B or T, Hq, Dk]`` as attention reads it.
+    """
+
+    layout: CacheLayout
+    group: int
+    dtype: torch.dtype
+    cache: LayerCache
+    slot_table: torch.Tensor
+    rows: torch.Tensor
+    lens: list[int]
+    max_context: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.cache.k_data.device
+
+    @property
+    def num_q_heads(self) -> int:
+        return self.group * self.layout.num_kv_heads
+
+    @property
+    def seq_lens(self) -> torch.Tensor:
+        return torch.tensor(self.lens, dtype=torch.int64, device=self.device)
+
+    @property
+    def page_table(self) -> torch.Tensor:
+        """Of every request, by position; what is beyond its length is nonsense."""
+        first = self.slot_table[self.rows, :: self.layout.page_size]
+        return (first // self.layout.page_size).to(torch.int32)
+
+    def queries(self, num: int, *, quantized: bool = False, scale: float = 1.0) -> Query:
+        shape = (num, self.num_q_heads, self.layout.k_head_dim)
+        q = (torch.randn(shape) * scale).to(self.dtype).to(self.device)
+        return Query.quantize(q) if quantized else Query(q)
+
+    def empty_out(self, num: int) -> torch.Tensor:
+        shape = (num, self.num_q_heads, self.layout.v_head_dim)
+        return torch.full(shape, torch.nan, dtype=self.dtype, device=self.device)
+
+    def runner(self, *, max_batch: int = 16, quantize_query: bool = False) -> AttentionRunner:
+        spec = AttentionSpec(self.num_q_heads, self.layout, self.dtype, quantize_query)
+        return AttentionRunner(
+            spec,
+            max_batch=max_batch,
+            max_context=self.max_context,
+            max_tokens=self.cache.num_pages * self.layout.page_size,
+            device=self.device,
+        )
+
+
+def make_world(
+    lens: list[int],
+    device: torch.device,
+    *,
+    k: str = "bf16",
+    v: str | None = None,
+    kv_heads: int = 2,
+    group: int = 2,
+    k_dim: int = 64,
+    v_dim: int | None = None,
+    page: int = 64,
+    dtype: torch.dtype = torch.bfloat16,
+    max_context: int = 1024,
+    k_scale: float = 1.0,
+) -> World:
+    """Stores random tokens in shuffled pages; every other byte of the cache decodes to NaN."""
+    v = v or k
+    layout = CacheLayout(get_format(k), get_format(v), kv_heads, k_dim, v_dim or k_dim, page)
+    num_pages = 1 + sum(-(-n // page) for n in lens) + 2
+    pool = KVCachePool(layout, 1, num_pages, device)
+    cache = pool.layer(0)
+    for buffer in pool.buffers():
+        buffer.tensor.view(torch.uint8).fill_(0xFF)
+    if pool.k_global is not None:
+        pool.k_global.fill_(0.013)
+    if pool.v_global is not None:
+        pool.v_global.fill_(0.021)
+    pages = (torch.randperm(num_pages - 1) + 1).tolist()
+    table = torch.full((len(lens) + 3, max_context), NOWHERE, dtype=torch.int32)
+    rows = torch.randperm(len(lens) + 2)[: len(lens)] + 1
+    table[0, 0] = 0
+    for row, length in zip(rows.tolist(), lens, strict=True):
+        for start in range(0, length, page):
+            stop = min(start + page, length)
+            table[row, start:stop] = pages.pop() * page + torch.arange(stop - start)
+    world = World(layout, group, dtype, cache, table.to(device), rows.to(device), lens, max_context)
+    for b in range(len(lens)):
+        slots = slots_of(world, b)
+        keys = torch.randn(len(slots), kv_heads, layout.k_head_dim) * k_scale
+        values = torch.randn(len(slots), kv_heads, layout.v_head_dim)
+        store(keys.to(device), values.to(device), slots, cache)
+    return world
+
+
+def slots_of(world: World, request: int) -> torch.Tensor:
+    """``[length]`` slots of a request."""
+    return world.slot_table[world.rows[request], : world.lens[request]].long()
+
+
+def attend_exactly(
+    world: World, request: int, q: torch.Tensor, sm_scale: float, *, like_kernel: bool = False
+) -> torch.Tensor:
+    """Attention of the last rows of one request.
+
+    Args:
+        q: ``[n, Hq, Dk]``, dequantized.
+        like_kernel: not exactly, but with the roundings that a kernel may make: float32 logits
+            and sums, probabilities and the result in 16 bits.
+
+    Returns:
+        ``[n, Hq, Dv]`` float64.
+    """
+    real = torch.float32 if like_kernel else torch.float64
+    slots = slots_of(world, request)
+    n, length = q.shape[0], len(slots)
+    if length == 0:
+        return torch.zeros(n, world.num_q_heads, world.layout.v_head_dim, dtype=torch.float64)
+    k = gather(slots, world.cache, "k", torch.float32).cpu().to(real)
+    v = gather(slots, world.cache, "v", torch.float32).cpu().to(real)
+    k, v = (x.repeat_interleave(world.group, dim=1) for x in (k, v))
+    logits = torch.einsum("nhd,thd->hnt", q.cpu().to(real), k) * sm_scale
+    seen = torch.arange(length) <= (torch.arange(n) + length - n)[:, None]
+    logits = logits.masked_fill(~seen, -torch.inf)
+    p = torch.exp(logits - logits.amax(-1, keepdim=True))
+    total = p.sum(-1)  # [Hq, n]
+    if like_kernel:
+        p = p.bfloat16().float()
+    out = torch.einsum("hnt,thd->nhd", p, v) / total.T[:, :, None]
+    return (out.to(world.dtype) if like_kernel else out).double()
+
+
+def assert_as_accurate(
+    got: torch.Tensor, world: World, request: int, q: torch.Tensor, sm_scale: float
+) -> None:
+    """At most twice the error of a same-precision run, plus half a unit of the largest output."""
+    exact = attend_exactly(world, request, q, sm_scale)
+    rounded = attend_exactly(world, request, q, sm_scale, like_kernel=True)
+    allowed = 2 * (rounded - exact).abs().max()
+    allowed += torch.finfo(world.dtype).eps / 2 * exact.abs().max()
+    error = (got.cpu().double() - exact).abs().max()
+    assert error <= allowed, f"request {request}: error {error:.3g}, allowed {allowed:.3g}"

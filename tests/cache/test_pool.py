@@ -1,0 +1,138 @@
+"""The buffers of a model's cache: sizes, copies that keep scales, exports."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from inkling_backend.cache import KVCachePool
+from inkling_backend.errors import InvalidTensorError
+from inkling_backend.formats import get_format
+from inkling_backend.formats.layout import CacheLayout
+from inkling_backend.reference.gather import gather
+
+PAIRS = [("mxfp8", "mxfp8"), ("nvfp4", "nvfp4"), ("kvfp4", "bf16"), ("bf16", "mxfp8")]
+
+
+def make_pool(k: str, v: str, page: int = 64, pages: int = 4) -> KVCachePool:
+    layout = CacheLayout(get_format(k), get_format(v), 2, 64, 96, page)
+    return KVCachePool(layout, 3, pages, "cpu")
+
+
+def fill(pool: KVCachePool) -> None:
+    """Random finite contents."""
+    for buffer in pool.buffers():
+        if buffer.tensor.dtype == torch.bfloat16:
+            buffer.tensor.normal_()
+        else:
+            buffer.tensor.random_(0, 0x7E)
+
+
+def rows(pool: KVCachePool, slots: list[int]) -> list[torch.Tensor]:
+    """What the tokens of these slots decode to, in every layer."""
+    index = torch.tensor(slots)
+    return [
+        gather(index, pool.layer(i), side, torch.float32)
+        for i in range(pool.num_layers)
+        for side in ("k", "v")
+    ]
+
+
+@pytest.mark.parametrize(("k", "v"), PAIRS)
+def test_bytes_are_what_the_layout_says(k: str, v: str) -> None:
+    pool = make_pool(k, v)
+    slots = 4 * 64
+    global_scales = 3 * 4 * sum(get_format(name).has_global_scale for name in (k, v))
+    assert pool.num_slots == slots
+    assert pool.nbytes == pool.layout.bytes_per_token * 3 * slots + global_scales
+    assert all((buffer.tensor == 0).all() for buffer in pool.buffers())
+    assert sum(b.bytes_per_page for b in pool.buffers()) * 4 == pool.nbytes - global_scales
+    for buffer in pool.buffers():
+        assert buffer.bytes_per_page * 4 == buffer.tensor.nbytes
+        assert buffer.tensor.is_contiguous()
+
+
+def test_buffers_are_named_by_layer_and_part() -> None:
+    names = [buffer.name for buffer in make_pool("mxfp8", "bf16").buffers()]
+    assert names == [
+        f"layer{i}.{part}" for i in range(3) for part in ("k_data", "k_scale", "v_data")
+    ]
+
+
+def test_global_scales_are_one_and_seen_in_place() -> None:
+    pool = make_pool("nvfp4", "mxfp8")
+    assert pool.v_global is None
+    assert pool.k_global is not None
+    assert pool.k_global.tolist() == [1.0, 1.0, 1.0]
+    pool.k_global[1] = 0.5
+    assert [pool.layer(i).k_global.item() for i in range(3)] == [1.0, 0.5, 1.0]  # type: ignore[union-attr]
+    assert pool.layer(1).v_global is None
+
+
+def test_every_buffer_comes_from_the_given_allocator() -> None:
+    calls: list[tuple[int, ...]] = []
+
+    def allocate(shape: tuple[int, ...], **options: object) -> torch.Tensor:
+        calls.append(shape)
+        return torch.zeros(shape, **options)  # type: ignore[call-overload]
+
+    layout = CacheLayout(get_format("nvfp4"), get_format("mxfp8"), 2, 64, 64, 64)
+    pool = KVCachePool(layout, 2, 3, "cpu", allocate)
+    assert len(calls) == len(pool.buffers()) + 1
+
+
+@pytest.mark.parametrize("page", [32, 64, 128])
+@pytest.mark.parametrize(("k", "v"), PAIRS)
+def test_copies_take_scales_along(k: str, v: str, page: int) -> None:
+    pool = make_pool(k, v, page)
+    fill(pool)
+    before = [b.tensor.clone() for b in pool.buffers()]
+    src, dst = [1, page + 3, 2 * page + 31], [2 * page + 1, 5, 3 * page]
+    wanted = rows(pool, src)
+    others = [s for s in range(pool.num_slots) if s not in dst]
+    kept = rows(pool, others)
+    pool.copy_slots(torch.tensor(dst), torch.tensor(src))
+    assert all(torch.equal(a, b) for a, b in zip(rows(pool, dst), wanted, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(rows(pool, others), kept, strict=True))
+    assert not all(torch.equal(a, b.tensor) for a, b in zip(before, pool.buffers(), strict=True))
+
+
+def test_overlapping_copies_read_first() -> None:
+    pool = make_pool("mxfp8", "nvfp4")
+    fill(pool)
+    wanted = rows(pool, [1, 2, 3])
+    pool.copy_slots(torch.tensor([2, 3, 1], dtype=torch.int32), torch.tensor([1, 2, 3]))
+    assert all(torch.equal(a, b) for a, b in zip(rows(pool, [2, 3, 1]), wanted, strict=True))
+
+
+def test_the_padding_slot_is_never_written() -> None:
+    pool = make_pool("mxfp8", "kvfp4")
+    fill(pool)
+    before = [b.tensor.clone() for b in pool.buffers()]
+    pool.copy_slots(torch.tensor([0, -1, 0]), torch.tensor([7, 8, 9]))
+    assert all(torch.equal(a, b.tensor) for a, b in zip(before, pool.buffers(), strict=True))
+
+
+@pytest.mark.parametrize(("k", "v"), PAIRS)
+def test_export_and_import_round_trip(k: str, v: str) -> None:
+    pool = make_pool(k, v)
+    fill(pool)
+    saved = pool.export_slots(torch.tensor([3, 200, 65]))
+    wanted = rows(pool, [3, 200, 65])
+    assert saved[0].k.data.shape == (3, 2, pool.layout.k.row_items)
+    assert (saved[0].v.scale is None) == (get_format(v).block == 0)
+    other = make_pool(k, v)
+    other.import_slots(torch.tensor([9, 70, 100]), saved)
+    assert all(torch.equal(a, b) for a, b in zip(rows(other, [9, 70, 100]), wanted, strict=True))
+    assert other.export_slots(torch.tensor([8]))[2].k.data.count_nonzero() == 0
+
+
+def test_wrong_copies_are_refused() -> None:
+    pool = make_pool("mxfp8", "mxfp8")
+    with pytest.raises(InvalidTensorError, match="src"):
+        pool.copy_slots(torch.tensor([1, 2]), torch.tensor([1]))
+    saved = pool.export_slots(torch.tensor([1, 2]))
+    with pytest.raises(InvalidTensorError, match="rows"):
+        pool.import_slots(torch.tensor([1]), saved)
+    with pytest.raises(InvalidTensorError, match="rows"):
+        pool.import_slots(torch.tensor([1, 2]), saved[:2])

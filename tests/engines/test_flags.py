@@ -1,0 +1,93 @@
+"""Options of the SGLang backend: names, mapping onto the engine's own, transport."""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from inkling_backend.engines.sglang import flags as module
+from inkling_backend.engines.sglang.flags import Flags, construct, flags_of, take
+from inkling_backend.errors import UnknownNameError
+from inkling_backend.formats import RECIPES, FP4KVCacheRecipe
+
+
+class Record:
+    """What the engine's ``ServerArgs`` is to these functions."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.__dict__.update(fields)
+        self.seen_while_constructing = flags_of(self)
+
+
+def test_every_name_means_a_recipe() -> None:
+    assert set(module.KV_CACHE_DTYPES.values()) == set(RECIPES)
+    for flag, dtype in module.FP4_RECIPES.items():
+        recipe = FP4KVCacheRecipe.from_flag(flag).recipe
+        assert module.KV_CACHE_DTYPES[dtype] == recipe.name
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype"),
+    [
+        ({}, None),
+        ({"fp4_kv_cache_recipe": None}, None),
+        ({"kv_cache_dtype": "auto"}, "auto"),
+        ({"fp4_kv_cache_recipe": "nvfp4"}, "nvfp4"),
+        ({"fp4_kv_cache_recipe": "kvfp4", "kv_cache_dtype": "auto"}, "fp4_mx_block16"),
+        ({"fp4_kv_cache_recipe": "kvfp4", "kv_cache_dtype": "mxfp8"}, "mxfp8"),
+    ],
+)
+def test_recipe_becomes_the_engines_dtype(given: dict[str, Any], dtype: str | None) -> None:
+    arguments = dict(given)
+    flags = take(arguments)
+    assert arguments.get("kv_cache_dtype") == dtype
+    assert not {"fp4_kv_cache_recipe", "inkling_query_dtype"} & arguments.keys()
+    assert flags.fp4_kv_cache_recipe == given.get("fp4_kv_cache_recipe")
+
+
+@pytest.mark.parametrize(
+    ("field", "names"),
+    [("fp4_kv_cache_recipe", ("nvfp4", "kvfp4")), ("inkling_query_dtype", ("auto", "bf16"))],
+)
+def test_unknown_names_are_refused_with_the_known_ones(field: str, names: tuple[str, ...]) -> None:
+    with pytest.raises(UnknownNameError, match="mx9") as error:
+        take({field: "mx9"})
+    assert all(name in str(error.value) for name in names)
+
+
+def test_command_line() -> None:
+    parser = argparse.ArgumentParser()
+    module.add_cli_args(parser)
+    assert take(vars(parser.parse_args([]))) == Flags()
+    args = ["--fp4-kv-cache-recipe", "kvfp4", "--inkling-query-dtype", "bf16"]
+    assert take(vars(parser.parse_args(args))) == Flags("kvfp4", "bf16")
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--fp4-kv-cache-recipe", "mx9"])
+
+
+def test_query_dtype() -> None:
+    assert Flags().quantizes_query(True)
+    assert not Flags().quantizes_query(False)
+    assert not Flags(inkling_query_dtype="bf16").quantizes_query(True)
+
+
+def test_flags_travel_on_the_record() -> None:
+    flags = Flags("nvfp4", "bf16")
+    record = construct(flags, lambda: Record(kv_cache_dtype="nvfp4"))
+    assert record.seen_while_constructing == flags
+    assert flags_of(record) == flags
+    assert flags_of(pickle.loads(pickle.dumps(record))) == flags
+    assert flags_of(SimpleNamespace()) == Flags(), "flags of one record must not leak into another"
+
+
+def test_flags_do_not_leak_from_a_failed_construction() -> None:
+    def fail() -> None:
+        raise ValueError("the engine refuses")
+
+    with pytest.raises(ValueError, match="the engine refuses"):
+        construct(Flags("nvfp4"), fail)
+    assert flags_of(SimpleNamespace()) == Flags()

@@ -1,0 +1,162 @@
+"""The hooks act for this backend alone; every other backend keeps the engine's own code."""
+
+from __future__ import annotations
+
+import argparse
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from inkling_backend.engines.sglang import patches, versions
+from inkling_backend.engines.sglang.flags import Flags, construct, flags_of
+from inkling_backend.errors import UnsupportedError
+from inkling_backend.formats import get_recipe
+from inkling_backend.formats.layout import CacheLayout
+
+
+class Args(SimpleNamespace):
+    """Arguments under resolution: the record is its own view."""
+
+    def __init__(self, **changes: Any) -> None:
+        fields: dict[str, Any] = {"attention_backend": "inkling", "kv_cache_dtype": "auto"}
+        fields |= {"prefill_attention_backend": None, "decode_attention_backend": None}
+        fields |= {"page_size": None, "device": "cpu", "tp_size": 1, "attn_dp_size": 1}
+        super().__init__(**fields | {"attn_cp_size": 1} | changes)
+
+
+@pytest.fixture(autouse=True)
+def _engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = SimpleNamespace(
+        num_attention_heads=4,
+        get_num_kv_heads=lambda tp: 2,
+        head_dim=64,
+        v_head_dim=64,
+        dtype=torch.bfloat16,
+    )
+    monkeypatch.setattr(versions, "view", lambda args: args)
+    monkeypatch.setattr(versions, "set_fields", lambda args, **kw: vars(args).update(kw))
+    monkeypatch.setattr(versions, "model_config", lambda args: config)
+    monkeypatch.setattr(versions, "model_traits", lambda model: [])
+    monkeypatch.setattr(versions, "runs_on_cpu", lambda: True)
+    monkeypatch.setattr(patches, "verify", lambda: None)
+
+
+def prepare(args: Args) -> list[Args]:
+    calls: list[Args] = []
+    patches._prepare(args, calls.append)
+    return calls
+
+
+def test_defaults() -> None:
+    args = Args()
+    assert prepare(args) == [args]
+    assert (args.kv_cache_dtype, args.page_size) == ("mxfp8", 128)
+
+
+def test_what_the_user_set_stays() -> None:
+    args = Args(kv_cache_dtype="nvfp4", page_size=64)
+    prepare(args)
+    assert (args.kv_cache_dtype, args.page_size) == ("nvfp4", 64)
+
+
+def test_other_backends_are_left_alone() -> None:
+    args = Args(attention_backend="triton")
+    before = dict(vars(args))
+    assert prepare(args) == [args]
+    assert vars(args) == before
+
+
+def test_refusal_carries_every_reason() -> None:
+    with pytest.raises(UnsupportedError) as error:
+        prepare(Args(page_size=1, enable_hierarchical_cache=True, speculative_algorithm="EAGLE"))
+    assert len(error.value.reasons) == 3
+
+
+def test_own_options_with_another_backend_are_refused() -> None:
+    args = construct(Flags("nvfp4"), lambda: Args(attention_backend="triton"))
+    with pytest.raises(UnsupportedError, match="--fp4-kv-cache-recipe nvfp4 needs"):
+        prepare(args)
+
+
+@pytest.mark.parametrize(
+    ("backend", "called"), [("inkling", False), ("triton", True), (None, True)]
+)
+def test_engine_checks_are_skipped_for_this_backend_only(backend: str | None, called: bool) -> None:
+    calls: list[Args] = []
+    patches._skip(Args(attention_backend=backend), calls.append)
+    assert bool(calls) == called
+
+
+def test_one_phase_is_enough_to_skip() -> None:
+    calls: list[Args] = []
+    patches._skip(
+        Args(attention_backend="triton", decode_attention_backend="inkling"), calls.append
+    )
+    assert not calls
+
+
+def test_a_backend_forced_by_the_engine_is_noticed() -> None:
+    def force(args: Args) -> None:
+        args.attention_backend = "triton"
+
+    with pytest.raises(UnsupportedError, match="triton"):
+        patches._confirm(Args(kv_cache_dtype="mxfp8"), force)
+    patches._confirm(Args(attention_backend="fa3"), force)
+    patches._confirm(Args(kv_cache_dtype="mxfp8"), lambda args: None)
+
+
+def test_a_cache_dtype_forced_by_the_engine_is_noticed() -> None:
+    with pytest.raises(UnsupportedError, match="fp8_e4m3"):
+        patches._confirm(
+            Args(kv_cache_dtype="mxfp8"), lambda args: vars(args).update(kv_cache_dtype="fp8_e4m3")
+        )
+
+
+def test_engine_keywords() -> None:
+    args = patches.build_server_args(
+        Args, fp4_kv_cache_recipe="kvfp4", inkling_query_dtype="bf16", page_size=32
+    )
+    assert (args.kv_cache_dtype, args.page_size) == ("fp4_mx_block16", 32)
+    assert flags_of(args) == Flags("kvfp4", "bf16")
+    assert not hasattr(args, "fp4_kv_cache_recipe")
+
+
+def test_command_line() -> None:
+    parsed = argparse.Namespace(
+        fp4_kv_cache_recipe="nvfp4", inkling_query_dtype="auto", kv_cache_dtype="auto"
+    )
+
+    def original(cls: type, args: argparse.Namespace) -> Any:
+        return cls(kv_cache_dtype=args.kv_cache_dtype)
+
+    record = patches._from_cli_args(original, Args, parsed)
+    assert record.kv_cache_dtype == "nvfp4"
+    assert flags_of(record) == Flags("nvfp4")
+    assert parsed.kv_cache_dtype == "auto", "the caller's namespace must not change"
+
+
+def test_workspace_is_kept_out_of_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "active_attention_tp_size", lambda: 1)
+    requests = SimpleNamespace(max_running_requests=8)
+    monkeypatch.setattr(versions, "active_server_args", lambda: requests)
+    recipe = get_recipe("mxfp8")
+    layout = CacheLayout(recipe.k, recipe.v, 2, 64, 64)
+    kvc = SimpleNamespace(
+        device="cuda",
+        model_config=SimpleNamespace(num_attention_heads=4, context_len=4096),
+        model_dtype=torch.bfloat16,
+    )
+    small = patches._workspace_bytes(kvc, layout)
+    requests.max_running_requests = 64
+    large = patches._workspace_bytes(kvc, layout)
+    assert 0 < small < large
+    kvc.device = "cpu"
+    assert patches._workspace_bytes(kvc, layout) == 0
+
+    sizer = SimpleNamespace(inkling_workspace_bytes=large)
+    args, kwargs = patches._calculate_pool_sizes(sizer, large + 1000, 128)
+    assert (args, kwargs) == ((sizer, 1000, 128), {})
+    args, _ = patches._calculate_pool_sizes(SimpleNamespace(), 1000, 128)
+    assert args[1] == 1000, "the sizer of another backend's pool keeps all its bytes"

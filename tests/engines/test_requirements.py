@@ -1,0 +1,234 @@
+"""Every refusal of the SGLang backend is provoked, all reasons come at once, and nothing else is
+refused."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from inkling_backend.engines.sglang.flags import Flags
+from inkling_backend.engines.sglang.requirements import (
+    argument_reasons,
+    flag_reasons,
+    layer_reasons,
+)
+from inkling_backend.formats import get_recipe
+from inkling_backend.formats.layout import CacheLayout
+
+BOTH = ("inkling", "inkling")
+
+
+def arguments(**changes: Any) -> SimpleNamespace:
+    fields = {"kv_cache_dtype": "mxfp8", "page_size": 128, "device": "cuda", "dcp_size": 1}
+    fields |= {"disaggregation_mode": "null", "speculative_algorithm": None, "kv_canary": "none"}
+    return SimpleNamespace(**fields | changes)
+
+
+def model(**changes: Any) -> SimpleNamespace:
+    fields: dict[str, Any] = {
+        "attention_arch": SimpleNamespace(name="MHA"),
+        "num_attention_heads": 8,
+        "get_num_kv_heads": lambda tp: max(1, 2 // tp),
+        "head_dim": 128,
+        "v_head_dim": 128,
+        "dtype": torch.bfloat16,
+        "is_encoder_decoder": False,
+        "is_hybrid_swa": False,
+        "attention_chunk_size": None,
+        "has_attention_sinks": False,
+        "hf_text_config": SimpleNamespace(),
+    }
+    return SimpleNamespace(**fields | changes)
+
+
+def reasons(
+    args: SimpleNamespace | None = None,
+    flags: Flags | None = None,
+    backends: tuple[str | None, str | None] = BOTH,
+    config: SimpleNamespace | None = None,
+    **context: Any,
+) -> list[str]:
+    return argument_reasons(
+        args or arguments(),
+        flags or Flags(),
+        backends,
+        config or model(),
+        **{"capability": (9, 0)} | context,
+    )
+
+
+@pytest.mark.parametrize("dtype", ["mxfp8", "nvfp4", "fp4_mx_block16", "bf16", "bfloat16"])
+@pytest.mark.parametrize("page_size", [32, 64, 128])
+def test_supported(dtype: str, page_size: int) -> None:
+    assert reasons(arguments(kv_cache_dtype=dtype, page_size=page_size)) == []
+
+
+def test_cpu_is_supported() -> None:
+    assert reasons(arguments(device="cpu"), capability=None) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"page_size": 16}, "page size 16 128"),
+        ({"page_size": 1}, "page size 1 "),
+        ({"kv_cache_dtype": "fp8_e4m3"}, "fp8_e4m3 mxfp8 nvfp4 fp4_mx_block16 bf16"),
+        ({"speculative_algorithm": "EAGLE"}, "speculative"),
+        ({"enable_hierarchical_cache": True}, "HiCache"),
+        ({"enable_lmcache": True}, "LMCache"),
+        ({"disaggregation_mode": "decode"}, "disaggregation"),
+        ({"dcp_size": 2}, "--dcp-size"),
+        ({"attn_cp_size": 2}, "--attn-cp-size"),
+        ({"enable_kv_cache_sharding": True}, "sharding"),
+        ({"enable_unified_memory": True}, "unified memory"),
+        ({"enable_hisparse": True}, "HiSparse"),
+        ({"enable_page_major_kv_layout": True}, "page-major"),
+        ({"enable_two_batch_overlap": True}, "two-batch"),
+        ({"enable_pdmux": True}, "multiplexing"),
+        ({"dllm_algorithm": "x"}, "diffusion"),
+        ({"kv_canary": "log"}, "canary"),
+        ({"device": "npu"}, "npu"),
+        ({"enable_torch_compile": True}, "--enable-torch-compile"),
+        (
+            {"cuda_graph_config": SimpleNamespace(prefill=SimpleNamespace(backend="full"))},
+            "--cuda-graph-backend-prefill full",
+        ),
+    ],
+)
+def test_unsupported_arguments(changes: dict[str, Any], words: str) -> None:
+    (reason,) = reasons(arguments(**changes))
+    assert all(word in reason for word in words.split()), reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"attention_arch": SimpleNamespace(name="MLA")}, "MLA"),
+        ({"is_encoder_decoder": True}, "encoder-decoder"),
+        ({"is_hybrid_swa": True}, "sliding-window"),
+        ({"attention_chunk_size": 8192}, "chunked local"),
+        ({"has_attention_sinks": True}, "sinks"),
+        ({"hf_text_config": SimpleNamespace(attn_logit_softcapping=50.0)}, "soft-cap"),
+        ({"head_dim": 80, "v_head_dim": 80}, "head_dim 80"),
+        ({"head_dim": 512, "v_head_dim": 512}, "head_dim 512"),
+        ({"dtype": torch.float32}, "float32"),
+    ],
+)
+def test_unsupported_models(changes: dict[str, Any], word: str) -> None:
+    (reason,) = reasons(config=model(**changes))
+    assert word in reason
+
+
+def test_mla_is_one_reason_whatever_its_head_dims_are() -> None:
+    config = model(attention_arch=SimpleNamespace(name="MLA"), head_dim=576, v_head_dim=512)
+    (reason,) = reasons(config=config)
+    assert "MLA" in reason
+
+
+def test_head_dim_depends_on_the_recipe() -> None:
+    config = model(head_dim=80, v_head_dim=80)
+    assert reasons(arguments(kv_cache_dtype="nvfp4"), config=config) == []
+    assert "mxfp8" in reasons(config=config)[0]
+
+
+def test_old_gpu_and_no_gpu() -> None:
+    assert "7.5" in reasons(capability=(7, 5))[0]
+    assert reasons(capability=(8, 0)) == []
+    assert "none was found" in reasons(capability=None)[0]
+
+
+def test_engine_that_cannot_page_on_cpu() -> None:
+    (reason,) = reasons(arguments(device="cpu"), capability=None, cpu_supported=False)
+    assert "0.5.23" in reason
+
+
+def test_kinds_of_model_that_the_engine_names() -> None:
+    (reason,) = reasons(traits=["hybrid linear-attention layers"])
+    assert "hybrid linear-attention layers" in reason
+
+
+def test_conflict_names_both() -> None:
+    (reason,) = reasons(arguments(kv_cache_dtype="mxfp8"), Flags("nvfp4"))
+    assert "--fp4-kv-cache-recipe nvfp4" in reason
+    assert "--kv-cache-dtype mxfp8" in reason
+    assert reasons(arguments(kv_cache_dtype="fp4_mx_block16"), Flags("kvfp4")) == []
+
+
+@pytest.mark.parametrize("backends", [("inkling", "fa3"), ("fa3", "inkling"), (None, "inkling")])
+def test_other_backends_read_bf16_only(backends: tuple[str | None, str | None]) -> None:
+    (reason,) = reasons(backends=backends)
+    assert "--kv-cache-dtype bf16" in reason
+    assert (backends[0] if backends[1] == "inkling" else backends[1]) or "default" in reason
+    assert reasons(arguments(kv_cache_dtype="bf16"), backends=backends) == []
+
+
+@pytest.mark.parametrize("name", ["SGLANG_USE_HND_KVCACHE", "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"])
+def test_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "1")
+    (reason,) = reasons()
+    assert name in reason
+
+
+def test_all_reasons_at_once() -> None:
+    found = reasons(
+        arguments(page_size=16, enable_hierarchical_cache=True, speculative_algorithm="EAGLE"),
+        Flags("kvfp4"),
+        ("inkling", "triton"),
+        model(is_hybrid_swa=True, head_dim=72, v_head_dim=72),
+        capability=(7, 0),
+    )
+    text = "\n".join(found)
+    words = ("page size", "HiCache", "speculative", "conflicts", "triton", "sliding", "72", "7.0")
+    assert all(word in text for word in words), text
+    assert len(found) == len(words)
+
+
+def test_own_options_need_the_backend() -> None:
+    assert flag_reasons(Flags(), ("triton", "triton")) == []
+    assert flag_reasons(Flags("nvfp4"), BOTH) == []
+    (reason,) = flag_reasons(Flags("nvfp4", "bf16"), ("triton", "triton"))
+    assert "--fp4-kv-cache-recipe nvfp4" in reason
+    assert "--inkling-query-dtype bf16" in reason
+    assert "triton" in reason
+
+
+def layer(**changes: Any) -> SimpleNamespace:
+    fields: dict[str, Any] = {
+        "attn_type": SimpleNamespace(value="decoder"),
+        "sliding_window_size": -1,
+        "logit_cap": 0.0,
+        "is_cross_attention": False,
+        "use_irope": False,
+        "xai_temperature_len": -1,
+        "tp_q_head_num": 8,
+        "tp_k_head_num": 2,
+        "qk_head_dim": 128,
+        "v_head_dim": 128,
+    }
+    return SimpleNamespace(**fields | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"attn_type": SimpleNamespace(value="encoder_only")}, "encoder_only"),
+        ({"sliding_window_size": 1024}, "sliding-window"),
+        ({"sliding_window_size": 0}, "sliding-window"),
+        ({"logit_cap": 30.0}, "soft-cap"),
+        ({"is_cross_attention": True}, "cross attention"),
+        ({"use_irope": True}, "iRoPE"),
+        ({"xai_temperature_len": 1024}, "temperature"),
+        ({"qk_head_dim": 192}, "192"),
+        ({"tp_q_head_num": 16}, "16"),
+    ],
+)
+def test_unsupported_layers(changes: dict[str, Any], word: str) -> None:
+    recipe = get_recipe("mxfp8")
+    layout = CacheLayout(recipe.k, recipe.v, 2, 128, 128)
+    assert layer_reasons([layer()] * 3, layout, 8) == []
+    (reason,) = layer_reasons([layer(), layer(**changes), layer(**changes)], layout, 8)
+    assert word in reason
+    assert "(2 layers)" in reason

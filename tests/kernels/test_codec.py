@@ -1,0 +1,239 @@
+"""Every code under every scale, and every 16-bit number, through the kernels' codec."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from inkling_backend import reference
+from inkling_backend.formats import Quantized, Query, get_format
+from inkling_backend.formats.layout import LayerCache
+from inkling_backend.kernels.codec import load_query, load_rows
+from inkling_backend.kernels.gather import gather
+from inkling_backend.kernels.store import side_constants, store
+from tests.kernels.helpers import (
+    FORMAT_NAMES,
+    assert_same_bits,
+    assert_same_cache,
+    clone_cache,
+    make_cache,
+    make_layout,
+)
+
+BLOCK_CODES = {"mxfp8": 256, "nvfp4": 16, "kvfp4": 16}
+
+
+@triton.jit
+def load_kernel(
+    data_ptr,
+    scale_ptr,
+    slots_ptr,
+    mask_ptr,
+    out_ptr,
+    HEAD: tl.constexpr,
+    HEADS: tl.constexpr,
+    PAGE: tl.constexpr,
+    N: tl.constexpr,
+    X_FMT: tl.constexpr,
+    X_D: tl.constexpr,
+    X_D_PAD: tl.constexpr,
+    X_BLOCK: tl.constexpr,
+    X_S_LO: tl.constexpr,
+    X_S_HI: tl.constexpr,
+    X_S_BLK: tl.constexpr,
+):
+    """Whole tiles, padding columns included: out ``[programs * N, D_PAD]``."""
+    i_n = tl.program_id(0) * N + tl.arange(0, N)
+    slot = tl.load(slots_ptr + i_n)
+    mask = tl.load(mask_ptr + i_n) != 0
+    tile = load_rows(
+        data_ptr,
+        scale_ptr,
+        slot,
+        HEAD,
+        mask,
+        X_FMT,
+        X_D,
+        X_D_PAD,
+        X_BLOCK,
+        HEADS,
+        PAGE,
+        X_S_LO,
+        X_S_HI,
+        X_S_BLK,
+    )
+    tl.store(out_ptr + i_n[:, None] * X_D_PAD + tl.arange(0, X_D_PAD)[None, :], tile)
+
+
+@triton.jit
+def query_kernel(
+    data_ptr,
+    scale_ptr,
+    stride_t,
+    out_ptr,
+    QUANTIZED: tl.constexpr,
+    M: tl.constexpr,
+    LIVE: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+):
+    """The first LIVE of M rows."""
+    row = tl.arange(0, M).to(tl.int64)
+    mask = row < LIVE
+    tile = load_query(
+        data_ptr, scale_ptr, row * stride_t, row * (D // 32), mask, QUANTIZED, D, D_PAD
+    )
+    tl.store(out_ptr + row[:, None] * D_PAD + tl.arange(0, D_PAD)[None, :], tile)
+
+
+def load(cache: LayerCache, slots: torch.Tensor, mask: torch.Tensor, head: int = 0) -> torch.Tensor:
+    """K tiles of 16 rows."""
+    constants = side_constants("X", cache.layout.k)
+    out = torch.empty(len(slots), constants["X_D_PAD"], dtype=torch.bfloat16, device=slots.device)
+    load_kernel[(len(slots) // 16,)](
+        cache.k_data,
+        cache.k_scale,
+        slots,
+        mask.to(torch.uint8),
+        out,
+        HEAD=head,
+        HEADS=cache.layout.num_kv_heads,
+        PAGE=cache.layout.page_size,
+        N=16,
+        **constants,
+    )
+    return out
+
+
+@pytest.mark.parametrize("name", BLOCK_CODES)
+def test_every_code_under_every_scale(name: str, device: torch.device) -> None:
+    codes = BLOCK_CODES[name]
+    layout = make_layout(name, name, 1, codes)
+    cache = make_cache(layout, 8, device)
+    assert cache.k_scale is not None
+    code = torch.arange(codes, dtype=torch.uint8, device=device)
+    row = code if name == "mxfp8" else code[0::2] | (code[1::2] << 4)
+    cache.k_data[:] = row
+    slots = torch.arange(256, device=device)
+    scales = slots.to(torch.uint8)[:, None].expand(-1, layout.k.blocks).contiguous()
+    cache.k_scale.view(-1)[layout.scale_offsets(layout.k, slots).flatten()] = scales.flatten()
+    want = layout.k.format.dequantize(Quantized(cache.k_data[:, 0], scales), None)
+    got = load(cache, slots, torch.ones_like(slots))
+    assert_same_bits(got, want.to(torch.bfloat16), "tile")
+    one = torch.ones(1, device=device) if layout.k.format.has_global_scale else None
+    want = layout.k.format.dequantize(Quantized(cache.k_data[1:, 0], scales[1:]), one)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        plain = LayerCache(
+            layout, cache.k_data, cache.v_data, cache.k_scale, cache.v_scale, one, one
+        )
+        got = gather(slots[1:], plain, "k", dtype)[:, 0]
+        assert_same_bits(got, want.to(dtype), str(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_every_16_bit_number(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    rows = torch.arange(2**16).to(torch.int32).to(torch.int16).view(dtype).view(512, 1, 128)
+    cache = make_cache(make_layout(name, "bf16", 1, 128, 16, page=128), 5, device)
+    unused = torch.zeros(512, 1, 16)
+    slots = torch.arange(64, 576)
+    want = clone_cache(cache, torch.device("cpu"))
+    reference.store(rows, unused, slots, want)
+    store(rows.to(device), unused.to(device), slots.to(device), cache)
+    assert_same_cache(cache, want)
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "kvfp4"])
+def test_every_rounding_step(name: str, device: torch.device) -> None:
+    # With the block's maximum fixed, elements run over every code, every tie and its neighbours.
+    block, top = get_format(name).block, 448.0 if name == "mxfp8" else 6.0
+    values = representable(name)
+    ties = (values[1:] + values[:-1]) / 2
+    near = [ties, ties.nextafter(ties + 1), ties.nextafter(ties - 1), values]
+    points = torch.cat(near)
+    points = torch.cat([points, -points])
+    filler = -len(points) % (block - 1)
+    points = torch.cat([points, torch.zeros(filler)]).view(-1, block - 1)
+    rows = torch.cat([torch.full((len(points), 1), top), points], dim=1)
+    cache = make_cache(make_layout(name, name, 1, 2 * block), 4, device, k_global=1.0, v_global=0.5)
+    rows = torch.cat([rows, rows], dim=1)[:, None, :]
+    slots = torch.arange(1, len(rows) + 1)
+    want = clone_cache(cache, torch.device("cpu"))
+    reference.store(rows, rows, slots, want)
+    store(rows.to(device), rows.to(device), slots.to(device), cache)
+    assert_same_cache(cache, want)
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "kvfp4"])
+def test_every_step_of_the_block_scale(name: str, device: torch.device) -> None:
+    # Maxima at, one below and one above the largest a scale holds, for every exponent.
+    block, top = get_format(name).block, 448.0 if name == "mxfp8" else 6.0
+    exact = torch.ldexp(torch.full((250,), top), torch.arange(-130, 120))
+    bits = exact.view(torch.int32)[:, None] + torch.tensor([-1, 0, 1])
+    maxima = bits.to(torch.int32).view(torch.float32).view(-1, 1)
+    rows = torch.cat([maxima, maxima * torch.rand(len(maxima), block - 1)], dim=1)[:, None]
+    cache = make_cache(make_layout(name, "bf16", 1, block, 16), 24, device, k_global=1.0)
+    unused = torch.zeros(len(rows), 1, 16)
+    slots = torch.arange(1, len(rows) + 1)
+    want = clone_cache(cache, torch.device("cpu"))
+    reference.store(rows, unused, slots, want)
+    store(rows.to(device), unused.to(device), slots.to(device), cache)
+    assert_same_cache(cache, want)
+
+
+def representable(name: str) -> torch.Tensor:
+    """Every magnitude of the element code, ascending, as float32."""
+    if name == "mxfp8":
+        return torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    return torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+@pytest.mark.parametrize("page", [32, 64, 128])
+@pytest.mark.parametrize(
+    ("name", "dim"), [("mxfp8", 96), ("nvfp4", 80), ("kvfp4", 192), ("bf16", 48)]
+)
+def test_order_heads_and_masks(name: str, dim: int, page: int, device: torch.device) -> None:
+    layout = make_layout(name, name, 3, dim, page=page)
+    cache = make_cache(layout, 3, device)
+    # Poison reads back as a plausible number, so make it NaN where it must not be read.
+    for buffer in (cache.k_data, cache.k_scale):
+        if buffer is not None:
+            buffer.fill_(0xFF) if buffer.dtype == torch.uint8 else buffer.fill_(float("nan"))
+    slots = torch.randperm(3 * page - 1)[:32] + 1
+    rows = torch.randn(32, 3, dim)
+    mask = torch.arange(32) % 3 != 1
+    reference.store(rows[mask].to(device), rows[mask].to(device), slots[mask].to(device), cache)
+    for head in range(3):
+        got = load(cache, slots.to(device), mask.to(device), head).cpu()
+        side = layout.k.format
+        g = None if cache.k_global is None else cache.k_global.cpu()
+        stored = side.quantize(rows[:, head], g)
+        want = side.dequantize(stored, None).to(torch.bfloat16)
+        assert_same_bits(got[:, :dim], torch.where(mask[:, None], want, 0), "rows")
+        assert_same_bits(got[:, dim:], torch.zeros_like(got[:, dim:]), "padding columns")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_query_as_it_is(dtype: torch.dtype, device: torch.device) -> None:
+    rows = torch.randn(5, 3, 96).to(dtype).to(device)
+    out = torch.empty(16, 128, dtype=dtype, device=device)
+    view = rows[:, 1]
+    query_kernel[(1,)](
+        view, None, view.stride(0), out, QUANTIZED=False, M=16, LIVE=5, D=96, D_PAD=128
+    )
+    want = torch.zeros_like(out)
+    want[:5, :96] = view
+    assert_same_bits(out, want, "query")
+
+
+def test_quantized_query(device: torch.device) -> None:
+    query = Query.quantize((torch.randn(5, 96) * 50).to(device))
+    out = torch.empty(16, 128, dtype=torch.bfloat16, device=device)
+    query_kernel[(1,)](
+        query.data, query.scale, 96, out, QUANTIZED=True, M=16, LIVE=5, D=96, D_PAD=128
+    )
+    want = torch.zeros_like(out)
+    want[:5, :96] = query.dequantize().to(torch.bfloat16)
+    assert_same_bits(out, want, "query")

@@ -1,0 +1,213 @@
+"""Decode and merge against exact attention over the dequantized cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from inkling_backend.formats import Query
+from inkling_backend.formats.layout import LayerCache, SideLayout
+from inkling_backend.kernels.configs import SplitRule
+from inkling_backend.kernels.decode import Partial, decode
+from inkling_backend.kernels.merge import merge
+from tests.attention.world import World, assert_as_accurate, attend_exactly, make_world, slots_of
+from tests.kernels.test_plan import run_plan_decode
+
+RULE = SplitRule(64, 4)
+
+
+def run_decode(
+    world: World,
+    query: Query,
+    *,
+    order: list[int] | None = None,
+    rule: SplitRule = RULE,
+    sm_scale: float = 0.125,
+) -> torch.Tensor:
+    """Plans and attends in buffers full of NaN; ``[B, Hq, Dv]`` in the order asked for."""
+    order = list(range(len(world.lens))) if order is None else order
+    plan = run_plan_decode(world, rule, order=order)
+    batch, items, heads = len(order), plan["work"].shape[0], world.num_q_heads
+
+    def poison(*shape: int) -> torch.Tensor:
+        return torch.full(shape, torch.nan, dtype=torch.float32, device=world.device)
+
+    partial = Partial(
+        poison(items, heads, world.layout.v_head_dim), poison(items, heads), poison(items, heads)
+    )
+    picked = Query(*(None if part is None else part[order].contiguous() for part in query))
+    out = world.empty_out(batch)
+    decode(
+        picked,
+        world.cache,
+        page_table=plan["page_table"],
+        seq_lens=plan["seq_lens_out"],
+        split_indptr=plan["split_indptr"],
+        work=plan["work"],
+        rule=rule,
+        batch=batch,
+        partial=partial,
+        out=out,
+        sm_scale=sm_scale,
+    )
+    merge(partial, plan["split_indptr"], batch=batch, out=out)
+    return out
+
+
+def check(world: World, query: Query, out: torch.Tensor, sm_scale: float = 0.125) -> None:
+    q = query.dequantize()
+    for b in range(len(world.lens)):
+        assert_as_accurate(out[b : b + 1], world, b, q[b : b + 1], sm_scale)
+
+
+@pytest.mark.parametrize("page", [32, 64, 128])
+@pytest.mark.parametrize(
+    ("k", "v"),
+    [
+        ("mxfp8", "mxfp8"),
+        ("nvfp4", "nvfp4"),
+        ("kvfp4", "kvfp4"),
+        ("bf16", "bf16"),
+        ("mxfp8", "nvfp4"),
+    ],
+)
+def test_formats_and_pages(k: str, v: str, page: int, device: torch.device) -> None:
+    world = make_world([0, 1, 90, 200], device, k=k, v=v, page=page)
+    query = world.queries(4, quantized=k == "mxfp8")
+    check(world, query, run_decode(world, query))
+
+
+@pytest.mark.parametrize(
+    ("k_dim", "v_dim", "k", "v"),
+    [
+        (96, 96, "mxfp8", "mxfp8"),
+        (96, 96, "nvfp4", "kvfp4"),
+        (128, 128, "mxfp8", "nvfp4"),
+        (256, 256, "kvfp4", "mxfp8"),
+        (192, 128, "mxfp8", "mxfp8"),
+        (80, 48, "nvfp4", "bf16"),
+    ],
+)
+def test_head_sizes(k_dim: int, v_dim: int, k: str, v: str, device: torch.device) -> None:
+    world = make_world([70, 130], device, k=k, v=v, k_dim=k_dim, v_dim=v_dim, kv_heads=1)
+    query = world.queries(2)
+    check(world, query, run_decode(world, query))
+
+
+@pytest.mark.parametrize("group", [1, 3, 5, 7, 8, 16, 17, 64])
+def test_groups(group: int, device: torch.device) -> None:
+    world = make_world([100], device, group=group)
+    query = world.queries(1)
+    check(world, query, run_decode(world, query))
+
+
+def test_lengths_around_every_border(device: torch.device) -> None:
+    lens = [n + d for n in (64, 128, 192, 256, 320, 512) for d in (-1, 0, 1)]
+    world = make_world([0, 1, 2, *lens], device, kv_heads=1, group=1, page=128)
+    query = world.queries(len(world.lens))
+    check(world, query, run_decode(world, query))
+
+
+def test_float16_model_keeps_every_bit_of_its_query(device: torch.device) -> None:
+    world = make_world([64], device, dtype=torch.float16, group=1, kv_heads=1)
+    # Two keys that only the last bit of a float16 query tells apart, and V that says which won.
+    q = torch.zeros(1, 1, 64, dtype=torch.float16)
+    q[0, 0, 0], q[0, 0, 1] = 1 + 2**-10, 1
+    slots = slots_of(world, 0)
+    world.cache.k_data[slots] = 0
+    world.cache.k_data[slots[5], 0, 0] = 2.0**15
+    world.cache.k_data[slots[9], 0, 1] = 2.0**15
+    query = Query(q.to(device))
+    check(world, query, run_decode(world, query, sm_scale=1.0), sm_scale=1.0)
+
+
+def test_float16_model_with_keys_beyond_float16(device: torch.device) -> None:
+    world = make_world([90], device, dtype=torch.float16, k_scale=3e5)
+    query = world.queries(1, scale=1e-5)
+    check(world, query, run_decode(world, query))
+
+
+def test_long_rows_of_large_logits(device: torch.device) -> None:
+    world = make_world([300], device, k_scale=30.0)
+    query = world.queries(1, scale=10.0)
+    check(world, query, run_decode(world, query, sm_scale=1.0), sm_scale=1.0)
+
+
+def test_global_scales_are_not_swapped(device: torch.device) -> None:
+    world = make_world([90], device, k="nvfp4")
+    query = world.queries(1)
+    right = run_decode(world, query)
+    assert world.cache.v_global is not None
+    world.cache.v_global.mul_(2)
+    assert torch.equal(run_decode(world, query), right * 2)
+
+
+@pytest.mark.parametrize("k", ["mxfp8", "nvfp4"])
+def test_a_request_has_the_same_bits_in_every_batch(k: str, device: torch.device) -> None:
+    world = make_world([1, 300, 64, 0, 129, 65], device, k=k)
+    query = world.queries(6)
+    together = run_decode(world, query)
+    for b in (1, 3, 4):
+        assert torch.equal(run_decode(world, query, order=[b])[0], together[b])
+    order = [4, 1, 1, 3, 5, 0, 2, 3]
+    assert torch.equal(run_decode(world, query, order=order), together[order])
+
+
+def test_padding_of_a_graph_changes_nothing(device: torch.device) -> None:
+    world = make_world([70, 200, 1], device, k="mxfp8")
+    world.rows[2] = 0  # page 0, as a captured batch pads itself: poison, in its own rows only
+    query = world.queries(3)
+    padded = run_decode(world, query)
+    assert torch.equal(run_decode(world, query, order=[0, 1]), padded[:2])
+
+
+@pytest.mark.parametrize("side", ["k", "v"])
+def test_nan_stays_in_its_request_and_head(side: str, device: torch.device) -> None:
+    world = make_world([100, 200], device)
+    query = world.queries(2)
+    clean = run_decode(world, query)
+    slot = slots_of(world, 1)[77]
+    (world.cache.k_data if side == "k" else world.cache.v_data)[slot, 1] = torch.nan
+    out = run_decode(world, query)
+    assert out[1, 2:].isnan().all()
+    assert torch.equal(out[0], clean[0])
+    assert torch.equal(out[1, :2], clean[1, :2])
+
+
+def test_the_oracle_notices_a_missing_token(device: torch.device) -> None:
+    world = make_world([65], device)
+    query = world.queries(1)
+    out = run_decode(world, query)
+    world.lens = [64]
+    with pytest.raises(AssertionError, match="error"):
+        check(world, query, out)
+    assert attend_exactly(world, 0, query.data.float(), 0.125).isfinite().all()
+
+
+def test_pools_beyond_32_bit_offsets(device: torch.device) -> None:
+    world = make_world([70], device, k="mxfp8", kv_heads=1, group=1)
+    query = world.queries(1)
+    near = run_decode(world, query)
+    old, layout = world.cache, world.layout
+    pages = (1 << 31) // layout.page_size // layout.k_head_dim + 8
+    last = world.slot_table[world.rows[0], :70]
+    far = (pages - 2) * layout.page_size + torch.arange(70, device=device)
+
+    def moved(
+        side: SideLayout, data: torch.Tensor, scale: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # Memory that is not touched is not there.
+        big = torch.empty(layout.data_shape(side, pages), dtype=torch.uint8, device=device)
+        big[far] = data[last]
+        scales = torch.empty(layout.scale_shape(side, pages), dtype=torch.uint8, device=device)
+        assert scale is not None
+        offsets = [layout.scale_offsets(side, slots) for slots in (far, last)]
+        scales.view(-1)[offsets[0]] = scale.view(-1)[offsets[1]]
+        return big, scales
+
+    k_data, k_scale = moved(layout.k, old.k_data, old.k_scale)
+    v_data, v_scale = moved(layout.v, old.v_data, old.v_scale)
+    assert k_data.numel() > 1 << 31
+    world.cache = LayerCache(layout, k_data, v_data, k_scale, v_scale)
+    world.slot_table[world.rows[0], :70] = far.to(torch.int32)
+    assert torch.equal(run_decode(world, query), near)
