@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+import signal
+import sys
 import time
 from pathlib import Path
 
@@ -43,6 +45,7 @@ def main() -> None:
     parser.add_argument("--recipe", choices=RECIPES, default="mxfp8")
     parser.add_argument("--question", default=QUESTION)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server ends too
     model = prepare()
     print(f"SmolLM2-135M-Instruct on the {'GPU' if has_gpu() else 'CPU'}")
     for recipe in sorted(RECIPES, key=lambda name: name != args.recipe):

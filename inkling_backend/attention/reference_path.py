@@ -16,6 +16,7 @@ class ReferencePath:
     """Plans are fresh tensors; nothing is held between calls."""
 
     workspace_bytes = 0
+    kernels = "plain torch (reference)"
 
     def __init__(self, spec: AttentionSpec, max_context: int) -> None:
         self._page = spec.layout.page_size

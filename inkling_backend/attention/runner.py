@@ -30,6 +30,9 @@ class _Path(Protocol):
     """What an implementation offers; arguments as in `AttentionRunner`, checked before."""
 
     @property
+    def kernels(self) -> str: ...
+
+    @property
     def workspace_bytes(self) -> int: ...
 
     def plan_decode(
@@ -116,6 +119,11 @@ class AttentionRunner:
             self._path = TritonPath(spec, max_batch, self.max_context, self.device)
         else:
             self._path = ReferencePath(spec, self.max_context)
+
+    @property
+    def kernels(self) -> str:
+        """What runs the attention, for logs."""
+        return self._path.kernels
 
     @property
     def workspace_bytes(self) -> int:

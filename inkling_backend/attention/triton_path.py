@@ -12,8 +12,10 @@ from inkling_backend.attention.spec import AttentionSpec
 from inkling_backend.formats import Query
 from inkling_backend.formats.layout import LayerCache
 from inkling_backend.kernels import plan as planner
+from inkling_backend.kernels.arch import capability_of
 from inkling_backend.kernels.configs import split_rule
 from inkling_backend.kernels.decode import Partial, decode
+from inkling_backend.kernels.decode_fast import decode_fast, fits
 from inkling_backend.kernels.extend import extend
 from inkling_backend.kernels.merge import merge
 from inkling_backend.kernels.store import store
@@ -32,6 +34,8 @@ class TritonPath:
         layout = spec.layout
         self._page = layout.page_size
         self._max_context = max_context
+        fast = fits(layout, spec.group, spec.dtype, capability_of(device))
+        self._decode = decode_fast if fast else decode
         self._rule = split_rule(spec.num_q_heads, layout, max_batch)
         items = max_batch * self._rule.most_splits(max_context)
         max_pages = -(-max_context // layout.page_size)
@@ -42,7 +46,7 @@ class TritonPath:
         self._decode_pages = ints(max_batch, max_pages)
         self._decode_lens = ints(max_batch)
         self._split_indptr = ints(max_batch + 1)
-        self._work = ints(items, 2)
+        self._work = ints(items, 3)
         self._extend_pages = ints(max_batch, max_pages)
         self._extend_lens = ints(max_batch)
         self._qo_indptr = ints(max_batch + 1)
@@ -54,6 +58,11 @@ class TritonPath:
         self._partial = Partial(
             floats(items, heads, layout.v_head_dim), floats(items, heads), floats(items, heads)
         )
+
+    @property
+    def kernels(self) -> str:
+        """Names of the attention kernels chosen."""
+        return f"triton {self._decode.__name__} and {extend.__name__}"
 
     @property
     def workspace_bytes(self) -> int:
@@ -147,14 +156,13 @@ class TritonPath:
                 sm_scale=sm_scale,
             )
             return
-        decode(
+        self._decode(
             query,
             cache,
             page_table=plan.page_table,
             seq_lens=plan.seq_lens,
             split_indptr=plan.split_indptr,
             work=plan.work,
-            rule=self._rule,
             batch=plan.batch,
             partial=self._partial,
             out=out,

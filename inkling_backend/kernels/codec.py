@@ -247,6 +247,26 @@ def load_query(
         return tl.load(p_data, mask=_row_mask(mask, cols, D, D_PAD), other=0.0)
 
 
+@triton.jit
+def load_query_columns(
+    data_ptr, scale_ptr, data_offset, scale_offset, mask, cols, QUANTIZED: tl.constexpr
+):
+    """Some columns of query rows, transposed, in float32; the arguments are those of `load_query`.
+
+    Args:
+        cols: ``[C]`` int32, columns of the row.
+
+    Returns:
+        ``[C, M]`` float32, exact.
+    """
+    x = tl.load(data_ptr + data_offset[None, :] + cols[:, None], mask=mask[None, :], other=0)
+    if QUANTIZED:
+        p_scale = scale_ptr + scale_offset[None, :] + (cols // 32)[:, None]
+        return _e4m3_value(x) * _e8m0_value(tl.load(p_scale, mask=mask[None, :], other=0))
+    else:
+        return to_float32(x)
+
+
 # ------------------------------------------------------------------------------------------ encode
 @triton.jit
 def _round_codes(value, MAN: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from inkling_backend.kernels.arch import MIN_CAPABILITY, Capability
+
 
 @dataclass(frozen=True)
 class CompileCase:
@@ -18,6 +20,7 @@ class CompileCase:
             divisible by 16; ``constexpr`` is an argument that is None.
         constexprs: value of every ``tl.constexpr`` argument, and None for those that are None.
         num_warps, num_stages: launch options.
+        capability: the oldest GPU it is for.
     """
 
     name: str
@@ -26,3 +29,4 @@ class CompileCase:
     constexprs: dict[str, Any]
     num_warps: int = 4
     num_stages: int = 2
+    capability: Capability = MIN_CAPABILITY

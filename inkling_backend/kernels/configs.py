@@ -17,14 +17,15 @@ SPLIT_STEP = 64
 # Query heads that one KV head may serve: their rows must fit one tile of 64 rows.
 MAX_GROUP = 64
 
-# Programs that one long request should give: two for each of the 132 SMs of an H200, about.
+# Tokens of a split: below 256 it costs more to merge than it gains; above 1024 the start of a
+# program no longer counts, and finer pieces balance better (H200, 8 KV heads; 64 x 8k, 1 x 128k).
+MIN_SPLIT_TOKENS, MAX_SPLIT_TOKENS = 256, 1024
+
+# Programs that a request should give before its splits grow: one for each SM of an H200, about.
 # A constant, not the device's count: a result must not change with the device it ran on.
-SPLIT_PROGRAMS = 256
+SPLIT_PROGRAMS = 128
 
-# Tokens below which a split costs more to merge than it gains.
-MIN_SPLIT_TOKENS = 256
-
-# Splits of one request: the merge reads their sums as one vector.
+# Pieces of one request at most: the merge reads their sums as one vector.
 FEWEST_SPLITS, MOST_SPLITS = 8, 128
 
 # Bytes that partial results may take before splits are made coarser.
@@ -41,17 +42,22 @@ class SplitRule:
     Attributes:
         min_tokens: tokens of the shortest split, a multiple of ``step``.
         max_splits: no request is cut into more pieces; splits grow with the length instead.
+        target: pieces that a request should have before its splits grow beyond ``min_tokens``.
+        max_tokens: up to which they grow for that.
         step: splits are multiples of this many tokens.
     """
 
     min_tokens: int
     max_splits: int
+    target: int = MOST_SPLITS
+    max_tokens: int = MAX_SPLIT_TOKENS
     step: int = SPLIT_STEP
 
     def split_tokens(self, length: int) -> int:
         """Tokens of one split of a request of ``length`` tokens (`plan.split_tokens` in Python)."""
-        per_split = -(-length // self.max_splits)
-        return max(self.min_tokens, -(-per_split // self.step) * self.step)
+        wanted = min(max(-(-length // self.target), self.min_tokens), self.max_tokens)
+        tokens = max(wanted, -(-length // self.max_splits))
+        return -(-tokens // self.step) * self.step
 
     def splits(self, length: int) -> int:
         """Pieces that a request of ``length`` tokens is cut into."""
@@ -59,21 +65,20 @@ class SplitRule:
 
     def most_splits(self, max_context: int) -> int:
         """Upper bound of `splits` over all lengths up to ``max_context``."""
-        return min(self.max_splits, -(-max_context // self.min_tokens))
+        grown = max(self.target, -(-max_context // self.max_tokens))
+        return min(self.max_splits, grown, -(-max_context // self.min_tokens))
 
 
 def split_rule(num_q_heads: int, layout: CacheLayout, max_batch: int) -> SplitRule:
     """The split rule of one runner.
 
-    Two bounds limit the pieces of a request. More than `SPLIT_PROGRAMS` programs for one request
-    do not fill the GPU better. And the partial results of ``max_batch`` requests, all of them long
-    (prefixes are shared, so their lengths may sum to more than the pool holds), must fit
-    `PARTIAL_BYTES`.
+    The partial results of ``max_batch`` requests, all of them long (prefixes are shared, so their
+    lengths may sum to more than the pool holds), must fit `PARTIAL_BYTES`.
     """
-    wanted = SPLIT_PROGRAMS // layout.num_kv_heads
     affordable = PARTIAL_BYTES // max(1, max_batch * partial_bytes(num_q_heads, layout))
-    most = max(FEWEST_SPLITS, min(MOST_SPLITS, wanted, affordable))
-    return SplitRule(MIN_SPLIT_TOKENS, most)
+    most = max(FEWEST_SPLITS, min(MOST_SPLITS, affordable))
+    target = max(16, SPLIT_PROGRAMS // layout.num_kv_heads)
+    return SplitRule(MIN_SPLIT_TOKENS, most, target)
 
 
 def partial_bytes(num_q_heads: int, layout: CacheLayout) -> int:
@@ -111,6 +116,34 @@ def decode_config(group: int, layout: CacheLayout) -> KernelConfig:
     if _is_wide(layout):
         return KernelConfig(rows, 32, warps, num_stages=2, programs_per_sm=2)
     return KernelConfig(rows, 32, warps, num_stages=3, programs_per_sm=3)
+
+
+def fast_decode_config(layout: CacheLayout) -> KernelConfig:
+    """`decode_fast`: few warps and deep pipelines, as many programs as an SM holds.
+
+    Measured on an H200 (head_dim 128, 8 KV heads, groups of 4): FP4 is bound by instructions and
+    best with one warp, which needs no exchange between warps; MXFP8 and BF16 move more bytes and
+    take two. Five stages keep two tiles on their way, as a page number comes before them.
+    """
+    head_dim = max(layout.k_head_dim, layout.v_head_dim)
+    bits = max(layout.k_format.element_bits, layout.v_format.element_bits)
+    warps, stages, programs = _FAST_DECODE[bits, head_dim]
+    return KernelConfig(8, 64, warps, stages, programs)
+
+
+# (bits of the wider side's elements, head_dim) -> warps, stages, programs an SM. The programs are
+# what registers and shared memory allow.
+_FAST_DECODE = {
+    (4, 64): (1, 5, 12),
+    (4, 128): (1, 5, 8),
+    (4, 256): (2, 5, 4),
+    (8, 64): (2, 5, 5),
+    (8, 128): (2, 5, 4),
+    (8, 256): (4, 5, 2),
+    (16, 64): (2, 5, 5),
+    (16, 128): (2, 5, 3),
+    (16, 256): (4, 3, 2),
+}
 
 
 def extend_config(layout: CacheLayout) -> KernelConfig:

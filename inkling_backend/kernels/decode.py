@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -29,12 +28,9 @@ from inkling_backend.kernels.codec import load_query, load_rows
 from inkling_backend.kernels.compile_case import CompileCase
 from inkling_backend.kernels.configs import (
     KernelConfig,
-    SplitRule,
     decode_config,
     persistent_programs,
-    split_rule,
 )
-from inkling_backend.kernels.plan import split_tokens
 from inkling_backend.kernels.tile import (
     raw_logits,
     softmax_step,
@@ -54,6 +50,124 @@ class Partial(NamedTuple):
     out: torch.Tensor
     top: torch.Tensor
     total: torch.Tensor
+
+
+@triton.jit
+def attend_split(
+    q,
+    k_ptr,
+    k_scale_ptr,
+    v_ptr,
+    v_scale_ptr,
+    table_ptr,
+    head,
+    start,
+    end,
+    scale_log2,
+    BLOCK_N: tl.constexpr,
+    HEADS: tl.constexpr,
+    PAGE: tl.constexpr,
+    K_FMT: tl.constexpr,
+    K_D: tl.constexpr,
+    K_D_PAD: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    K_S_LO: tl.constexpr,
+    K_S_HI: tl.constexpr,
+    K_S_BLK: tl.constexpr,
+    V_FMT: tl.constexpr,
+    V_D: tl.constexpr,
+    V_D_PAD: tl.constexpr,
+    V_BLOCK: tl.constexpr,
+    V_S_LO: tl.constexpr,
+    V_S_HI: tl.constexpr,
+    V_S_BLK: tl.constexpr,
+):
+    """Attention of one group's rows over the tokens ``start`` to ``end`` of one request.
+
+    Args:
+        q: ``[M, K_D_PAD]``, the group's query heads.
+        table_ptr: the request's page table.
+
+    Returns:
+        (acc ``[M, V_D_PAD]``, row_max ``[M]``, row_sum ``[M]``) as `tile.softmax_step` keeps them.
+    """
+    BLOCK_M: tl.constexpr = q.shape[0]
+    acc = tl.zeros([BLOCK_M, V_D_PAD], dtype=tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+    for tile in range(start, end, BLOCK_N):
+        _pos, slot, live = tile_slots(table_ptr, tile, end, PAGE, BLOCK_N)
+        k = load_rows(
+            k_ptr,
+            k_scale_ptr,
+            slot,
+            head,
+            live,
+            FMT=K_FMT,
+            D=K_D,
+            D_PAD=K_D_PAD,
+            BLOCK=K_BLOCK,
+            HEADS=HEADS,
+            PAGE=PAGE,
+            S_LO=K_S_LO,
+            S_HI=K_S_HI,
+            S_BLK=K_S_BLK,
+        )  # [N, DK]
+        logits = tl.where(live[None, :], raw_logits(q, k), float("-inf"))
+        v = load_rows(
+            v_ptr,
+            v_scale_ptr,
+            slot,
+            head,
+            live,
+            FMT=V_FMT,
+            D=V_D,
+            D_PAD=V_D_PAD,
+            BLOCK=V_BLOCK,
+            HEADS=HEADS,
+            PAGE=PAGE,
+            S_LO=V_S_LO,
+            S_HI=V_S_HI,
+            S_BLK=V_S_BLK,
+        )  # [N, DV]
+        acc, row_max, row_sum = softmax_step(logits, v, acc, row_max, row_sum, scale_log2)
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def store_split(
+    partial_ptr,
+    top_ptr,
+    total_ptr,
+    out_ptr,
+    row,
+    part,
+    m_row,
+    acc,
+    top,
+    total,
+    v_global,
+    finished,
+    V_D: tl.constexpr,
+    V_D_PAD: tl.constexpr,
+):
+    """Result of a split: the output if ``finished``, else the partial result.
+
+    Args:
+        row, part: ``[M]`` int64, rows of the output and of the partial results.
+        top: ``[M]``, the largest logit to base 2.
+    """
+    i_d = tl.arange(0, V_D_PAD)
+    m_out = m_row[:, None] & (i_d < V_D)[None, :]
+    if finished:
+        # A sum of zero: every logit was -inf.
+        norm = v_global / tl.where(total == 0.0, 1.0, total)
+        result = to_dtype(acc * norm[:, None], out_ptr.dtype.element_ty)
+        tl.store(out_ptr + row[:, None] * V_D + i_d[None, :], result, mask=m_out)
+    else:
+        tl.store(partial_ptr + part[:, None] * V_D + i_d[None, :], acc * v_global, mask=m_out)
+        tl.store(top_ptr + part, top, mask=m_row)
+        tl.store(total_ptr + part, total, mask=m_row)
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -77,9 +191,6 @@ def _decode_kernel(
     batch,
     sm_scale_log2,
     MAX_PAGES: tl.constexpr,
-    MIN_TOKENS: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    STEP: tl.constexpr,
     GROUP: tl.constexpr,
     QUANTIZED: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -102,7 +213,6 @@ def _decode_kernel(
     V_S_BLK: tl.constexpr,
 ):
     tl.static_assert(GROUP <= BLOCK_M)
-    tl.static_assert(MIN_TOKENS % BLOCK_N == 0 and STEP % BLOCK_N == 0)
     scale_log2 = sm_scale_log2
     if k_global_ptr is not None:
         scale_log2 = scale_log2 * tl.load(k_global_ptr)
@@ -111,88 +221,72 @@ def _decode_kernel(
         v_global = tl.load(v_global_ptr)
     i_m = tl.arange(0, BLOCK_M)
     m_m = i_m < GROUP
-    i_d = tl.arange(0, V_D_PAD)
-    m_out = m_m[:, None] & (i_d < V_D)[None, :]
 
     items = tl.load(split_indptr_ptr + batch) * HEADS
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         # Neighbouring programs take neighbouring heads of the same tokens.
         work = item // HEADS
         head = item % HEADS
-        request = tl.load(work_ptr + 2 * work)
-        split = tl.load(work_ptr + 2 * work + 1)
-        length = tl.load(seq_lens_ptr + request)
-        tokens = split_tokens(length, MIN_TOKENS, MAX_SPLITS, STEP)
-        start = split * tokens
-        end = tl.minimum(start + tokens, length)
-        table_ptr = page_table_ptr + request.to(tl.int64) * MAX_PAGES
-
+        request = tl.load(work_ptr + 3 * work)
+        start = tl.load(work_ptr + 3 * work + 1)
+        end = tl.load(work_ptr + 3 * work + 2)
         row = request.to(tl.int64) * (HEADS * GROUP) + head * GROUP + i_m  # [M]
         q = load_query(
             q_ptr, q_scale_ptr, row * K_D, row * (K_D // 32), m_m, QUANTIZED, K_D, K_D_PAD
         )
-        acc = tl.zeros([BLOCK_M, V_D_PAD], dtype=tl.float32)
-        row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-        row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
-        for tile in range(start, end, BLOCK_N):
-            _pos, slot, live = tile_slots(table_ptr, tile, end, PAGE, BLOCK_N)
-            k = load_rows(
-                k_ptr,
-                k_scale_ptr,
-                slot,
-                head,
-                live,
-                FMT=K_FMT,
-                D=K_D,
-                D_PAD=K_D_PAD,
-                BLOCK=K_BLOCK,
-                HEADS=HEADS,
-                PAGE=PAGE,
-                S_LO=K_S_LO,
-                S_HI=K_S_HI,
-                S_BLK=K_S_BLK,
-            )  # [N, DK]
-            logits = tl.where(live[None, :], raw_logits(q, k), float("-inf"))
-            v = load_rows(
-                v_ptr,
-                v_scale_ptr,
-                slot,
-                head,
-                live,
-                FMT=V_FMT,
-                D=V_D,
-                D_PAD=V_D_PAD,
-                BLOCK=V_BLOCK,
-                HEADS=HEADS,
-                PAGE=PAGE,
-                S_LO=V_S_LO,
-                S_HI=V_S_HI,
-                S_BLK=V_S_BLK,
-            )  # [N, DV]
-            acc, row_max, row_sum = softmax_step(logits, v, acc, row_max, row_sum, scale_log2)
-
-        first = tl.load(split_indptr_ptr + request)
-        if tl.load(split_indptr_ptr + request + 1) - first == 1:
-            # A sum of zero: every logit was -inf.
-            norm = v_global / tl.where(row_sum == 0.0, 1.0, row_sum)
-            result = to_dtype(acc * norm[:, None], out_ptr.dtype.element_ty)
-            tl.store(out_ptr + row[:, None] * V_D + i_d[None, :], result, mask=m_out)
-        else:
-            part = work.to(tl.int64) * (HEADS * GROUP) + head * GROUP + i_m  # [M]
-            tl.store(partial_ptr + part[:, None] * V_D + i_d[None, :], acc * v_global, mask=m_out)
-            tl.store(top_ptr + part, row_max * scale_log2, mask=m_m)
-            tl.store(total_ptr + part, row_sum, mask=m_m)
+        acc, row_max, row_sum = attend_split(
+            q,
+            k_ptr,
+            k_scale_ptr,
+            v_ptr,
+            v_scale_ptr,
+            page_table_ptr + request.to(tl.int64) * MAX_PAGES,
+            head,
+            start,
+            end,
+            scale_log2,
+            BLOCK_N=BLOCK_N,
+            HEADS=HEADS,
+            PAGE=PAGE,
+            K_FMT=K_FMT,
+            K_D=K_D,
+            K_D_PAD=K_D_PAD,
+            K_BLOCK=K_BLOCK,
+            K_S_LO=K_S_LO,
+            K_S_HI=K_S_HI,
+            K_S_BLK=K_S_BLK,
+            V_FMT=V_FMT,
+            V_D=V_D,
+            V_D_PAD=V_D_PAD,
+            V_BLOCK=V_BLOCK,
+            V_S_LO=V_S_LO,
+            V_S_HI=V_S_HI,
+            V_S_BLK=V_S_BLK,
+        )
+        part = work.to(tl.int64) * (HEADS * GROUP) + head * GROUP + i_m  # [M]
+        store_split(
+            partial_ptr,
+            top_ptr,
+            total_ptr,
+            out_ptr,
+            row,
+            part,
+            m_m,
+            acc,
+            row_max * scale_log2,
+            row_sum,
+            v_global,
+            (start == 0) & (end == tl.load(seq_lens_ptr + request)),
+            V_D,
+            V_D_PAD,
+        )
 
 
-@lru_cache(maxsize=64)
 def _constants(
-    layout: CacheLayout, group: int, max_pages: int, rule: SplitRule, config: KernelConfig
+    layout: CacheLayout, group: int, max_pages: int, config: KernelConfig
 ) -> dict[str, Any]:
     return {
         **cache_constants(layout, group, max_pages),
-        "MIN_TOKENS": rule.min_tokens,
-        "MAX_SPLITS": rule.max_splits,
-        "STEP": rule.step,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
     }
@@ -206,7 +300,6 @@ def decode(
     seq_lens: torch.Tensor,
     split_indptr: torch.Tensor,
     work: torch.Tensor,
-    rule: SplitRule,
     batch: int,
     partial: Partial,
     out: torch.Tensor,
@@ -217,7 +310,6 @@ def decode(
     Args:
         query: ``[B, Hq, Dk]``.
         page_table, seq_lens, split_indptr, work: as `plan.plan_decode` left them.
-        rule: the rule the plan was made with.
         partial: receives the parts of requests of several splits; `merge.merge` finishes them.
         out: ``[B, Hq, Dv]`` bfloat16 or float16; written for requests of exactly one split.
         sm_scale: positive.
@@ -240,7 +332,7 @@ def decode(
         QUANTIZED=query.scale is not None,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **_constants(layout, group, page_table.shape[1], rule, config),
+        **_constants(layout, group, page_table.shape[1], config),
     )
 
 
@@ -249,7 +341,6 @@ def compile_cases() -> Iterator[CompileCase]:
     for example in examples():
         layout, group = example.layout, example.group
         config = decode_config(group, layout)
-        rule = split_rule(group * layout.num_kv_heads, layout, max_batch=256)
         signature = {
             **dict.fromkeys(("page_table_ptr", "seq_lens_ptr"), "*i32"),
             **dict.fromkeys(("split_indptr_ptr", "work_ptr"), "*i32"),
@@ -258,5 +349,5 @@ def compile_cases() -> Iterator[CompileCase]:
             "batch": "i32",
             "sm_scale_log2": "fp32",
         }
-        constants = _constants(layout, group, 1024, rule, config)
+        constants = _constants(layout, group, 1024, config)
         yield compile_case(_decode_kernel, example, signature, constants, config)

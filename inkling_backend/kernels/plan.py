@@ -4,7 +4,7 @@ Input: ``slot_table [rows, >= max_context]`` int32 (position -> slot), ``rows [B
 ``seq_lens [B]``.
 Output, in buffers of the caller: ``page_table [max_batch, max_pages]`` int32 (written up to each
 request's length), ``seq_lens [max_batch]`` int32, and for decode ``split_indptr [max_batch + 1]``
-int32 (first work item of each request) and ``work [items, 2]`` int32 (request, split).
+int32 (first work item of each request) and ``work [items, 3]`` int32 (request, first token, end).
 The grid is one program per request, so a captured launch replays with other lengths.
 """
 
@@ -22,16 +22,32 @@ from inkling_backend.kernels.configs import SplitRule
 
 
 @triton.jit
-def split_tokens(length, MIN_TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr, STEP: tl.constexpr):
+def split_tokens(
+    length,
+    MIN_TOKENS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    TARGET: tl.constexpr,
+    MAX_TOKENS: tl.constexpr,
+    STEP: tl.constexpr,
+):
     """Tokens of one split: `SplitRule.split_tokens` for tensors of lengths."""
-    per_split = (length + MAX_SPLITS - 1) // MAX_SPLITS
-    return tl.maximum((per_split + STEP - 1) // STEP * STEP, MIN_TOKENS)
+    wanted = tl.maximum((length + TARGET - 1) // TARGET, MIN_TOKENS)
+    wanted = tl.minimum(wanted, MAX_TOKENS)
+    tokens = tl.maximum(wanted, (length + MAX_SPLITS - 1) // MAX_SPLITS)
+    return (tokens + STEP - 1) // STEP * STEP
 
 
 @triton.jit
-def count_splits(length, MIN_TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr, STEP: tl.constexpr):
+def count_splits(
+    length,
+    MIN_TOKENS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    TARGET: tl.constexpr,
+    MAX_TOKENS: tl.constexpr,
+    STEP: tl.constexpr,
+):
     """Splits of requests of these lengths; 0 for length 0."""
-    tokens = split_tokens(length, MIN_TOKENS, MAX_SPLITS, STEP)
+    tokens = split_tokens(length, MIN_TOKENS, MAX_SPLITS, TARGET, MAX_TOKENS, STEP)
     return (length + tokens - 1) // tokens
 
 
@@ -61,6 +77,8 @@ def _plan_kernel(
     DECODE: tl.constexpr,
     MIN_TOKENS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
+    TARGET: tl.constexpr,
+    MAX_TOKENS: tl.constexpr,
     STEP: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -86,16 +104,19 @@ def _plan_kernel(
         for first in range(0, request, BLOCK):
             i_other = first + lane
             other = _load_length(seq_lens_ptr, i_other, i_other < request, MAX_CONTEXT)
-            before += count_splits(other, MIN_TOKENS, MAX_SPLITS, STEP)
+            before += count_splits(other, MIN_TOKENS, MAX_SPLITS, TARGET, MAX_TOKENS, STEP)
         first_item = tl.sum(before, 0)
-        splits = count_splits(length, MIN_TOKENS, MAX_SPLITS, STEP)
+        splits = count_splits(length, MIN_TOKENS, MAX_SPLITS, TARGET, MAX_TOKENS, STEP)
         tl.store(split_indptr_ptr + request, first_item)
         tl.store(split_indptr_ptr + batch, first_item + splits, mask=last)
         i_split = tl.arange(0, BLOCK_SPLITS)
         m_split = i_split < splits
-        o_work = (first_item + i_split) * 2
-        tl.store(work_ptr + o_work, tl.zeros([BLOCK_SPLITS], tl.int32) + request, mask=m_split)
-        tl.store(work_ptr + o_work + 1, i_split, mask=m_split)
+        tokens = split_tokens(length, MIN_TOKENS, MAX_SPLITS, TARGET, MAX_TOKENS, STEP)
+        start = i_split * tokens
+        p_work = work_ptr + (first_item + i_split) * 3
+        tl.store(p_work, tl.zeros([BLOCK_SPLITS], tl.int32) + request, mask=m_split)
+        tl.store(p_work + 1, start, mask=m_split)
+        tl.store(p_work + 2, tl.minimum(start + tokens, length), mask=m_split)
     else:
         start = tl.load(qo_indptr_ptr + request).to(tl.int32)
         end = tl.load(qo_indptr_ptr + request + 1).to(tl.int32)
@@ -114,6 +135,8 @@ def _constants(
         "DECODE": rule is not None,
         "MIN_TOKENS": rule.min_tokens if rule else 1,
         "MAX_SPLITS": rule.max_splits if rule else 1,
+        "TARGET": rule.target if rule else 1,
+        "MAX_TOKENS": rule.max_tokens if rule else 1,
         "STEP": rule.step if rule else 1,
         "BLOCK_SPLITS": triton.next_power_of_2(rule.max_splits) if rule else 1,
         "BLOCK": 1024,

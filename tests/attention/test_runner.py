@@ -51,7 +51,9 @@ def test_prefill_then_decode(
             rows = query.dequantize()[end - n : end]
             assert_as_accurate(out[end - n : end], world, b, rows, 0.125)
 
-    query = runner.store(world.cache, k[:4], v[:4], torch.zeros(4, dtype=torch.int64), q[:4])
+    query = runner.store(
+        world.cache, k[:4], v[:4], torch.zeros(4, dtype=torch.int64, device=device), q[:4]
+    )
     decode = runner.plan_decode(world.slot_table, world.rows, world.seq_lens, 4)
     flat = torch.full((4, 4 * 64), torch.nan, dtype=world.dtype, device=device)
     assert runner.run(decode, query, world.cache, flat, 0.125) is flat
@@ -125,7 +127,7 @@ def test_workspace_is_counted(device: torch.device, monkeypatch: pytest.MonkeyPa
     # 19 pages of 64 tokens hold more than max_context: 4 splits of 256 for each of 16 requests.
     batch, items, pages = 16, 16 * 4, 16
     runner = world.runner(max_batch=batch)
-    ints = 2 * batch * pages + 2 * batch + 2 * (batch + 1) + 2 * items
+    ints = 2 * batch * pages + 2 * batch + 2 * (batch + 1) + 3 * items
     assert runner.workspace_bytes == 4 * ints + items * 4 * (64 + 2) * 4
     monkeypatch.setenv("INKLING_KERNELS", "reference")
     assert world.runner().workspace_bytes == 0

@@ -10,7 +10,7 @@ from inkling_backend.kernels.arch import CHECKED_CAPABILITIES, shared_memory_lim
 from tests.kernels.compile_check import all_cases, check
 
 # ptxas trades a few spilled bytes for a lower register count by itself, outside the loops.
-MOST_SPILLED = 32
+MOST_SPILLED = 64
 ARCHES = {major * 10 + minor: (major, minor) for major, minor in CHECKED_CAPABILITIES}
 
 
@@ -25,8 +25,15 @@ def compiled(request: pytest.FixtureRequest) -> dict[tuple[str, int], dict[str, 
     return check(selection)
 
 
-@pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize("name", all_cases())
+PAIRS = [
+    (name, arch)
+    for name, case in all_cases().items()
+    for arch, capability in ARCHES.items()
+    if capability >= case.capability
+]
+
+
+@pytest.mark.parametrize(("name", "arch"), PAIRS)
 def test_compiles_and_fits(
     name: str, arch: int, compiled: dict[tuple[str, int], dict[str, Any]]
 ) -> None:

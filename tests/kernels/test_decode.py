@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -9,11 +12,28 @@ from inkling_backend.formats import Query
 from inkling_backend.formats.layout import LayerCache, SideLayout
 from inkling_backend.kernels.configs import SplitRule
 from inkling_backend.kernels.decode import Partial, decode
+from inkling_backend.kernels.decode_fast import decode_fast, fits
 from inkling_backend.kernels.merge import merge
+from inkling_backend.reference.store import store
 from tests.attention.world import World, assert_as_accurate, attend_exactly, make_world, slots_of
 from tests.kernels.test_plan import run_plan_decode
 
 RULE = SplitRule(64, 4)
+
+
+def kernels() -> list[Callable[..., None]]:
+    """The decode kernels that can run here."""
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+    return [decode, decode_fast] if capability >= (9, 0) else [decode]
+
+
+@pytest.fixture(params=kernels(), ids=lambda kernel: kernel.__name__, autouse=True)
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs every test with every decode kernel; with `decode` where the fast one does not fit."""
+    monkeypatch.setattr(sys.modules[__name__], "chosen", request.param)
+
+
+chosen: Callable[..., None] = decode
 
 
 def run_decode(
@@ -37,14 +57,15 @@ def run_decode(
     )
     picked = Query(*(None if part is None else part[order].contiguous() for part in query))
     out = world.empty_out(batch)
-    decode(
+    fast = chosen is decode_fast and fits(world.layout, world.group, world.dtype, (9, 0))
+    run = decode_fast if fast else decode
+    run(
         picked,
         world.cache,
         page_table=plan["page_table"],
         seq_lens=plan["seq_lens_out"],
         split_indptr=plan["split_indptr"],
         work=plan["work"],
-        rule=rule,
         batch=batch,
         partial=partial,
         out=out,
@@ -131,6 +152,24 @@ def test_long_rows_of_large_logits(device: torch.device) -> None:
     world = make_world([300], device, k_scale=30.0)
     query = world.queries(1, scale=10.0)
     check(world, query, run_decode(world, query, sm_scale=1.0), sm_scale=1.0)
+
+
+@pytest.mark.parametrize("k", ["mxfp8", "nvfp4", "kvfp4"])
+@pytest.mark.parametrize(("k_size", "v_size"), [(1e6, 1e-7), (1e-9, 1e7), (1.0, 0.0), (3e4, 1e-30)])
+def test_sizes_beyond_float16(k: str, k_size: float, v_size: float, device: torch.device) -> None:
+    world = make_world([90, 200], device, k=k, k_dim=128)
+    if world.cache.k_global is not None and world.cache.v_global is not None:
+        world.cache.k_global.fill_(k_size / 64)
+        world.cache.v_global.fill_(max(v_size, 1e-20) / 64)
+    # Only some tokens are out of range, so that one split is and its neighbours are not.
+    for b, size in ((0, k_size), (1, 1.0)):
+        slots = slots_of(world, b)
+        rows = torch.randn(len(slots), 2, 128, device=device)
+        store(rows * size, rows * (v_size if b == 0 else 1.0), slots, world.cache)
+    query = world.queries(2, scale=min(1.0, 1 / k_size))
+    out = run_decode(world, query)
+    assert out.isfinite().all()
+    check(world, query, out)
 
 
 def test_global_scales_are_not_swapped(device: torch.device) -> None:

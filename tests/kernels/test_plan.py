@@ -21,7 +21,7 @@ def decode_buffers(world: World, rule: SplitRule, batch: int) -> dict[str, torch
         "page_table": (batch + 1, -(-world.max_context // world.layout.page_size)),
         "seq_lens_out": (batch + 1,),
         "split_indptr": (batch + 2,),
-        "work": (batch * rule.most_splits(world.max_context) + 1, 2),
+        "work": (batch * rule.most_splits(world.max_context) + 1, 3),
     }
     return {
         name: torch.full(shape, GARBAGE, dtype=torch.int32, device=world.device)
@@ -55,7 +55,11 @@ def test_decode_plan_lists_every_split_once(page: int, device: torch.device) -> 
     lens = [0, 1, 64, 65, 0, 256, 257, 700]
     world = make_world(lens, device, page=page)
     got = {name: t.cpu() for name, t in run_plan_decode(world, rule).items()}
-    expected_work = [[b, s] for b, n in enumerate(lens) for s in range(rule.splits(n) if n else 0)]
+    expected_work = [
+        [b, start, min(start + rule.split_tokens(n), n)]
+        for b, n in enumerate(lens)
+        for start in range(0, n, rule.split_tokens(n))
+    ]
     firsts = [sum(w[0] < b for w in expected_work) for b in range(len(lens) + 1)]
     assert got["split_indptr"].tolist() == [*firsts, GARBAGE]
     assert got["work"][: len(expected_work)].tolist() == expected_work
@@ -109,17 +113,20 @@ def test_padding_rows_and_lengths_beyond_the_buffers_are_harmless(device: torch.
 
 
 def test_kernel_and_host_cut_alike(device: torch.device) -> None:
-    rule = SplitRule(256, 32)
+    rule = SplitRule(256, 128, target=16)
     edges = [256 * i + j for i in (1, 2, 31, 32, 33, 64, 100, 2000) for j in (-1, 0, 1)]
     lens = sorted({1, 63, 64, 65, 131072, *edges, *torch.randint(1, 131072, (30,)).tolist()})
     world = make_world([1], device, max_context=131072)
     world.rows = torch.zeros(len(lens), dtype=torch.int64, device=device)
     world.lens = lens
     indptr = run_plan_decode(world, rule)["split_indptr"].cpu()
-    assert indptr[: len(lens) + 1].diff().tolist() == [rule.splits(n) for n in lens]
+    assert indptr[: len(lens) + 1].diff().tolist() == [rule.splits(min(n, 131072)) for n in lens]
 
 
-@pytest.mark.parametrize("rule", [SplitRule(256, 32), SplitRule(256, 8), SplitRule(64, 128)])
+@pytest.mark.parametrize(
+    "rule",
+    [SplitRule(256, 32), SplitRule(256, 8), SplitRule(64, 128), SplitRule(256, 128, target=16)],
+)
 def test_splits_stay_within_their_bounds(rule: SplitRule) -> None:
     for context in (1, 255, 256, 257, 8192, 8193, 100_000):
         lens = range(1, context + 1) if context <= 8193 else range(context - 5000, context + 1)
@@ -134,7 +141,7 @@ def test_partial_results_are_bounded() -> None:
     bf16 = get_format("bf16")
     layout = CacheLayout(bf16, bf16, 8, 128, 128)
     few, many = split_rule(32, layout, 16), split_rule(32, layout, 4096)
-    assert few.max_splits == 32
+    assert few.max_splits == configs.MOST_SPLITS
     assert many.max_splits == configs.FEWEST_SPLITS
     for batch in (16, 64, 256, 400):
         splits = split_rule(32, layout, batch).max_splits

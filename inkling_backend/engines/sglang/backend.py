@@ -77,14 +77,14 @@ class InklingAttnBackend(AttentionBackend):
         layout, num_layers = self.layout, self.pool.layer_num
         logger.info(
             "inkling: KV cache recipe %s, %d bytes per token (%d layers of %d), %d tokens in the "
-            "pool, %.2fx the tokens of BF16, %s kernels on %s, queries in %s, workspace %.1f MiB",
+            "pool, %.2fx the tokens of BF16, %s on %s, queries in %s, workspace %.1f MiB",
             self.recipe.name,
             layout.bytes_per_token * num_layers,
             num_layers,
             layout.bytes_per_token,
             self.pool.size,
             layout.bytes_per_token_bf16 / layout.bytes_per_token,
-            self.runner.implementation,
+            self.runner.kernels,
             self.device.type,
             "mxfp8" if self.runner.spec.quantize_query else self.runner.spec.dtype,
             self.runner.workspace_bytes / 2**20,
