@@ -48,7 +48,8 @@ from inkling_backend.kernels.decode import Partial, attend_split, store_split
 from inkling_backend.kernels.tile import to_dtype
 
 # Heads and tokens of a tile of the exact path: few, so that it costs the fast one no registers.
-EXACT_M, EXACT_N = 16, 16
+# Not 16 tokens: Triton 3.6 then puts the halves of an interleaved V into the wrong columns.
+EXACT_M, EXACT_N = 16, 32
 # Tokens of a tile; query heads of a group that are worth it.
 BLOCK_N, MAX_GROUP = 64, 16
 
