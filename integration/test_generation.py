@@ -10,7 +10,7 @@ from integration.engine import RealEngine
 from integration.launch import options
 from integration.probe import Probe
 
-# About 330 tokens: more than two pages of 128, and not a whole number of them.
+# About 270 tokens: more than two pages of 128, and not a whole number of them.
 LONG = (
     "The river rises in the hills north of the town and flows south through three lakes before "
     "it meets the sea. "

@@ -67,7 +67,7 @@ def test_interpreted_kernels_equal_the_reference(
     env = {"TRITON_INTERPRET": "1", "INKLING_KERNELS": "triton"}
     with RealEngine(tiny_options(tiny, recipe), env=env) as engine:
         (line,) = [line for line in engine.log.splitlines() if "bytes per token" in line]
-        assert "triton kernels" in line
+        assert "triton" in line.lower()
         found = generate(engine, PROMPTS, NEW_TOKENS)
     assert not disagreements(found, request.getfixturevalue(reference))
 

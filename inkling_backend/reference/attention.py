@@ -10,8 +10,9 @@ from inkling_backend.formats.query import Query
 from inkling_backend.reference.gather import read_rows
 from inkling_backend.reference.pages import scale_index
 
-# Scores held at a time, so that a long prompt does not need tokens x context x heads of memory.
-_MAX_SCORES = 1 << 24
+# Rows computed together, cut at multiples of this position: every row meets the same matrix shapes
+# however its prompt was chunked (chunks and cached prefixes end at pages), so it rounds the same.
+_TILE = 32
 
 
 def attend(
@@ -75,9 +76,10 @@ def _attend_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tens
     finite = not bool(bad.any())
     clean = v if finite else v.masked_fill(bad, 0.0)
     out = q.new_zeros(num_kv_heads, n, group, dv)
-    step = max(1, _MAX_SCORES // (num_q_heads * length))
-    for start in range(max(0, n - length), n, step):
-        stop = min(start + step, n)
+    start = max(0, n - length)
+    while start < n:
+        position = length - n + start
+        stop = min(n, start + _TILE - position % _TILE)
         seen = length - n + stop
         rows = torch.arange(start, stop, device=q.device) + (length - n)
         hidden = torch.arange(seen, device=q.device) > rows[:, None]  # [rows, seen]
@@ -88,6 +90,7 @@ def _attend_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tens
             reached = (~hidden).float() @ bad[:, :seen].float() > 0  # [Hkv, rows, Dv]
             part = part.masked_fill(reached[:, :, None], torch.nan)
         out[:, start:stop] = part
+        start = stop
     return out.transpose(0, 1).reshape(n, num_q_heads, dv)
 
 

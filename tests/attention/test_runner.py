@@ -8,6 +8,7 @@ import torch
 from inkling_backend.attention import AttentionRunner
 from inkling_backend.errors import InvalidTensorError
 from inkling_backend.formats import Query
+from inkling_backend.reference.gather import gather
 from tests.attention.world import World, assert_as_accurate, make_world, slots_of
 
 LENS = [70, 0, 300, 1]
@@ -61,6 +62,36 @@ def test_prefill_then_decode(
         rows = query.dequantize()[b : b + 1]
         assert_as_accurate(flat[b].view(1, 4, 64), world, b, rows, 0.125)
     assert (flat[1] == 0).all()
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "nvfp4", "kvfp4"])
+def test_a_model_with_odd_head_counts(
+    recipe: str, implementation: str, device: torch.device
+) -> None:
+    # Nine query and three KV heads, rows of a fused projection, pages of the default size.
+    lens, heads, dim = [37, 130], 3, 64
+    world = make_world(lens, device, k=recipe, kv_heads=heads, group=3, page=128)
+    runner = world.runner(quantize_query=recipe == "mxfp8")
+    total = sum(lens)
+    fused = torch.randn(total, 5 * heads * dim, dtype=world.dtype, device=device)
+    sizes = (3 * heads * dim, heads * dim, heads * dim)
+    q, k, v = (part.view(total, -1, dim) for part in fused.split(sizes, dim=1))
+    slots = torch.cat([slots_of(world, b) for b in range(len(lens))])
+    query = runner.store(world.cache, k, v, slots, q.contiguous())
+    for side, rows in (("k", k), ("v", v)):
+        stored = gather(slots, world.cache, side, torch.float32)
+        assert (stored - rows.float()).norm() < 0.2 * rows.float().norm()
+    out = runner.run(
+        extend_plan(world, runner, lens), query, world.cache, world.empty_out(total), 0.125
+    )
+    for b, (start, stop) in enumerate(((0, 37), (37, total))):
+        rows = query.dequantize()[start:stop]
+        assert_as_accurate(out[start:stop], world, b, rows, 0.125)
+    last = Query(*(None if x is None else x[[36, total - 1]].contiguous() for x in query))
+    plan = runner.plan_decode(world.slot_table, world.rows, world.seq_lens, 2)
+    out = runner.run(plan, last, world.cache, world.empty_out(2), 0.125)
+    for b in range(2):
+        assert_as_accurate(out[b : b + 1], world, b, last.dequantize()[b : b + 1], 0.125)
 
 
 def test_store_without_query(implementation: str, device: torch.device) -> None:

@@ -67,7 +67,7 @@ def run(cache, table, lengths, q_lens, query, scale=SCALE) -> torch.Tensor:
 @pytest.mark.parametrize(("k_format", "v_format"), PAIRS)
 def test_equals_torch(k_format: str, v_format: str, group: int, monkeypatch) -> None:
     # Small, so that a request's rows take several chunks.
-    monkeypatch.setattr("inkling_backend.reference.attention._MAX_SCORES", 1000)
+    monkeypatch.setattr("inkling_backend.reference.attention._TILE", 5)
     cache = make_cache(k_format, v_format, page=32, pages=12)
     lengths, q_lens = [1, 31, 32, 65, 0, 40], [1, 1, 32, 20, 1, 40]
     table, slots = filled(cache, lengths)
