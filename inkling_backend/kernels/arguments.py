@@ -13,7 +13,7 @@ from inkling_backend.formats.layout import CacheLayout, LayerCache
 from inkling_backend.kernels.arch import MIN_CAPABILITY, Capability
 from inkling_backend.kernels.compile_case import CompileCase
 from inkling_backend.kernels.configs import KernelConfig
-from inkling_backend.kernels.store import side_constants
+from inkling_backend.kernels.side import Side
 
 
 def cache_arguments(query: Query, cache: LayerCache) -> tuple[torch.Tensor | None, ...]:
@@ -38,11 +38,9 @@ def cache_constants(layout: CacheLayout, group: int, max_pages: int) -> dict[str
         max_pages: columns of the page table.
     """
     return {
-        **side_constants("K", layout.k),
-        **side_constants("V", layout.v),
-        "HEADS": layout.num_kv_heads,
+        "K": Side.of(layout, layout.k),
+        "V": Side.of(layout, layout.v),
         "GROUP": group,
-        "PAGE": layout.page_size,
         "MAX_PAGES": max_pages,
     }
 

@@ -3,7 +3,7 @@
 The only Triton code that knows what a bit means. Everything is integer and float32 arithmetic, so
 that every architecture and the interpreter agree with `inkling_backend.formats`.
 
-``FMT`` is ``Format.name``. ``D_PAD`` is the next power of two of ``D``; columns from ``D`` on are
+A `Side` says what a row looks like. Tiles are ``side.pad`` wide; columns from ``side.dim`` on are
 zero when read and must be zero when encoded.
 """
 
@@ -126,56 +126,39 @@ def _row_mask(mask, cols, LIMIT: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _scale_offset(
-    slot,
-    head,
-    SF: tl.constexpr,
-    HEADS: tl.constexpr,
-    PAGE: tl.constexpr,
-    S_LO: tl.constexpr,
-    S_HI: tl.constexpr,
-):
-    """``[N]`` int64: bytes from the scale buffer to the first of a row's SF scale bytes."""
-    tl.static_assert(PAGE & (PAGE - 1) == 0)
-    t = slot & (PAGE - 1)
-    # (page * HEADS + head) * PAGE * SF without a division: slot - t is page * PAGE.
-    return ((slot - t) * HEADS + head * PAGE) * SF + (t & 31) * S_LO + (t >> 5) * S_HI
+def _scale_offset(slot, head, SIDE: tl.constexpr):
+    """``[N]`` int64: bytes from the scale buffer to the first of a row's scale bytes."""
+    tl.static_assert(SIDE.page & (SIDE.page - 1) == 0)
+    SF: tl.constexpr = SIDE.dim // SIDE.block
+    t = slot & (SIDE.page - 1)
+    # (page * heads + head) * PAGE * SF without a division: slot - t is page * PAGE.
+    base = ((slot - t) * SIDE.heads + head * SIDE.page) * SF
+    return base + (t & 31) * SIDE.s_lo + (t >> 5) * SIDE.s_hi
 
 
 @triton.jit
 def load_rows(
-    data_ptr,
-    scale_ptr,
-    slot,
-    head,
-    mask,
-    FMT: tl.constexpr,
-    D: tl.constexpr,
-    D_PAD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HEADS: tl.constexpr,
-    PAGE: tl.constexpr,
-    S_LO: tl.constexpr,
-    S_HI: tl.constexpr,
-    S_BLK: tl.constexpr,
-    WIDE: tl.constexpr = False,
+    data_ptr, scale_ptr, slot, head, mask, SIDE: tl.constexpr, WIDE: tl.constexpr = False
 ):
     """Rows of one side of the cache, decoded without the global scale.
 
     Args:
-        data_ptr: the data buffer, ``[slots, HEADS, row items]`` uint8 or bfloat16.
-        scale_ptr: the scale buffer, ``[pages, HEADS, PAGE * blocks]`` uint8; any pointer for bf16.
+        data_ptr: the data buffer, ``[slots, heads, row items]`` uint8 or bfloat16.
+        scale_ptr: the scale buffer, ``[pages, heads, page * blocks]`` uint8; any pointer for bf16.
         slot: ``[N]`` int64.
         head: a scalar, or ``[N]``.
         mask: ``[N]`` bool; a row outside is zero and none of its bytes is read.
-        BLOCK, S_LO, S_HI, S_BLK: ``Format.block`` and ``SideLayout.scale_strides``.
+        SIDE: a `Side`.
         WIDE: float32 instead of bfloat16.
 
     Returns:
-        ``[N, D_PAD]`` bfloat16 in natural element order. Exact where bfloat16 holds a product of
+        ``[N, side.pad]`` bfloat16 in natural element order. Exact where bfloat16 holds a product of
         code and scale, which is everywhere but at subnormal results of scale bytes below 10.
     """
-    row = slot * HEADS + head  # [N]
+    FMT: tl.constexpr = SIDE.fmt
+    D: tl.constexpr = SIDE.dim
+    D_PAD: tl.constexpr = SIDE.pad
+    row = slot * SIDE.heads + head  # [N]
     if FMT == "bf16":
         cols = tl.arange(0, D_PAD)
         p_data = data_ptr + (row * D)[:, None] + cols[None, :]
@@ -186,11 +169,12 @@ def load_rows(
             return x
     else:
         N: tl.constexpr = slot.shape[0]
+        BLOCK: tl.constexpr = SIDE.block
         SF: tl.constexpr = D // BLOCK
         SB: tl.constexpr = D_PAD // BLOCK
-        s_row = _scale_offset(slot, head, SF, HEADS, PAGE, S_LO, S_HI)
         blocks = tl.arange(0, SB)
-        p_scale = scale_ptr + s_row[:, None] + (blocks * S_BLK)[None, :]
+        s_row = _scale_offset(slot, head, SIDE)
+        p_scale = scale_ptr + s_row[:, None] + (blocks * SIDE.s_blk)[None, :]
         scale = tl.load(p_scale, mask=_row_mask(mask, blocks, SF, SB), other=0)
         scale = _scale_value(scale, FMT)  # [N, SB]
         if FMT == "mxfp8":
@@ -214,8 +198,7 @@ def load_rows(
 def load_query(
     data_ptr,
     scale_ptr,
-    data_offset,
-    scale_offset,
+    row,
     mask,
     QUANTIZED: tl.constexpr,
     D: tl.constexpr,
@@ -226,20 +209,19 @@ def load_query(
     Args:
         data_ptr: ``Query.data``: bfloat16 or float16, or uint8 E4M3 codes if QUANTIZED.
         scale_ptr: ``Query.scale``, uint8 E8M0; any pointer if not QUANTIZED.
-        data_offset: ``[M]`` int64, items from data_ptr to each row; rows are contiguous.
-        scale_offset: ``[M]`` int64, bytes from scale_ptr to each row's scales.
+        row: ``[M]`` int64, rows of D elements.
         mask: ``[M]`` bool; a row outside is zero and none of its bytes is read.
 
     Returns:
         ``[M, D_PAD]`` in the query's own dtype, or bfloat16 (exact) if QUANTIZED.
     """
     cols = tl.arange(0, D_PAD)
-    p_data = data_ptr + data_offset[:, None] + cols[None, :]
+    p_data = data_ptr + (row * D)[:, None] + cols[None, :]
     if QUANTIZED:
-        M: tl.constexpr = data_offset.shape[0]
+        M: tl.constexpr = row.shape[0]
         SB: tl.constexpr = D_PAD // 32
         blocks = tl.arange(0, SB)
-        p_scale = scale_ptr + scale_offset[:, None] + blocks[None, :]
+        p_scale = scale_ptr + (row * (D // 32))[:, None] + blocks[None, :]
         scale = tl.load(p_scale, mask=_row_mask(mask, blocks, D // 32, SB), other=0)
         code = tl.load(p_data, mask=_row_mask(mask, cols, D, D_PAD), other=0)
         return _scaled(_e4m3_value(code), _e8m0_value(scale), M, SB, 32, False)
@@ -249,7 +231,7 @@ def load_query(
 
 @triton.jit
 def load_query_columns(
-    data_ptr, scale_ptr, data_offset, scale_offset, mask, cols, QUANTIZED: tl.constexpr
+    data_ptr, scale_ptr, row, mask, cols, QUANTIZED: tl.constexpr, D: tl.constexpr
 ):
     """Some columns of query rows, transposed, in float32; the arguments are those of `load_query`.
 
@@ -259,9 +241,9 @@ def load_query_columns(
     Returns:
         ``[C, M]`` float32, exact.
     """
-    x = tl.load(data_ptr + data_offset[None, :] + cols[:, None], mask=mask[None, :], other=0)
+    x = tl.load(data_ptr + (row * D)[None, :] + cols[:, None], mask=mask[None, :], other=0)
     if QUANTIZED:
-        p_scale = scale_ptr + scale_offset[None, :] + (cols // 32)[:, None]
+        p_scale = scale_ptr + (row * (D // 32))[None, :] + (cols // 32)[:, None]
         return _e4m3_value(x) * _e8m0_value(tl.load(p_scale, mask=mask[None, :], other=0))
     else:
         return to_float32(x)
@@ -364,35 +346,18 @@ def encode(x, global_scale, FMT: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def store_rows(
-    data_ptr,
-    scale_ptr,
-    slot,
-    head,
-    mask,
-    data,
-    scale,
-    FMT: tl.constexpr,
-    D: tl.constexpr,
-    D_PAD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HEADS: tl.constexpr,
-    PAGE: tl.constexpr,
-    S_LO: tl.constexpr,
-    S_HI: tl.constexpr,
-    S_BLK: tl.constexpr,
-):
+def store_rows(data_ptr, scale_ptr, slot, head, mask, data, scale, SIDE: tl.constexpr):
     """Write what `encode` returned; the arguments are those of `load_rows`."""
-    PER_ITEM: tl.constexpr = 2 if (FMT == "nvfp4" or FMT == "kvfp4") else 1
-    ITEMS: tl.constexpr = D // PER_ITEM
-    WIDTH: tl.constexpr = D_PAD // PER_ITEM
+    PER_ITEM: tl.constexpr = 2 if (SIDE.fmt == "nvfp4" or SIDE.fmt == "kvfp4") else 1
+    ITEMS: tl.constexpr = SIDE.dim // PER_ITEM
+    WIDTH: tl.constexpr = SIDE.pad // PER_ITEM
     cols = tl.arange(0, WIDTH)
-    p_data = data_ptr + ((slot * HEADS + head) * ITEMS)[:, None] + cols[None, :]
+    p_data = data_ptr + ((slot * SIDE.heads + head) * ITEMS)[:, None] + cols[None, :]
     tl.store(p_data, data, mask=_row_mask(mask, cols, ITEMS, WIDTH))
-    if FMT != "bf16":
-        SF: tl.constexpr = D // BLOCK
-        SB: tl.constexpr = D_PAD // BLOCK
+    if SIDE.block > 0:
+        SF: tl.constexpr = SIDE.dim // SIDE.block
+        SB: tl.constexpr = SIDE.pad // SIDE.block
         blocks = tl.arange(0, SB)
-        s_row = _scale_offset(slot, head, SF, HEADS, PAGE, S_LO, S_HI)
-        p_scale = scale_ptr + s_row[:, None] + (blocks * S_BLK)[None, :]
+        s_row = _scale_offset(slot, head, SIDE)
+        p_scale = scale_ptr + s_row[:, None] + (blocks * SIDE.s_blk)[None, :]
         tl.store(p_scale, scale, mask=_row_mask(mask, blocks, SF, SB))

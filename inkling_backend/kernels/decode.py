@@ -65,71 +65,27 @@ def attend_split(
     end,
     scale_log2,
     BLOCK_N: tl.constexpr,
-    HEADS: tl.constexpr,
-    PAGE: tl.constexpr,
-    K_FMT: tl.constexpr,
-    K_D: tl.constexpr,
-    K_D_PAD: tl.constexpr,
-    K_BLOCK: tl.constexpr,
-    K_S_LO: tl.constexpr,
-    K_S_HI: tl.constexpr,
-    K_S_BLK: tl.constexpr,
-    V_FMT: tl.constexpr,
-    V_D: tl.constexpr,
-    V_D_PAD: tl.constexpr,
-    V_BLOCK: tl.constexpr,
-    V_S_LO: tl.constexpr,
-    V_S_HI: tl.constexpr,
-    V_S_BLK: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
 ):
     """Attention of one group's rows over the tokens ``start`` to ``end`` of one request.
 
     Args:
-        q: ``[M, K_D_PAD]``, the group's query heads.
+        q: ``[M, K.pad]``, the group's query heads.
         table_ptr: the request's page table.
 
     Returns:
-        (acc ``[M, V_D_PAD]``, row_max ``[M]``, row_sum ``[M]``) as `tile.softmax_step` keeps them.
+        (acc ``[M, V.pad]``, row_max ``[M]``, row_sum ``[M]``) as `tile.softmax_step` keeps them.
     """
     BLOCK_M: tl.constexpr = q.shape[0]
-    acc = tl.zeros([BLOCK_M, V_D_PAD], dtype=tl.float32)
+    acc = tl.zeros([BLOCK_M, V.pad], dtype=tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
     for tile in range(start, end, BLOCK_N):
-        _pos, slot, live = tile_slots(table_ptr, tile, end, PAGE, BLOCK_N)
-        k = load_rows(
-            k_ptr,
-            k_scale_ptr,
-            slot,
-            head,
-            live,
-            FMT=K_FMT,
-            D=K_D,
-            D_PAD=K_D_PAD,
-            BLOCK=K_BLOCK,
-            HEADS=HEADS,
-            PAGE=PAGE,
-            S_LO=K_S_LO,
-            S_HI=K_S_HI,
-            S_BLK=K_S_BLK,
-        )  # [N, DK]
+        _pos, slot, live = tile_slots(table_ptr, tile, end, K.page, BLOCK_N)
+        k = load_rows(k_ptr, k_scale_ptr, slot, head, live, K)  # [N, DK]
         logits = tl.where(live[None, :], raw_logits(q, k), float("-inf"))
-        v = load_rows(
-            v_ptr,
-            v_scale_ptr,
-            slot,
-            head,
-            live,
-            FMT=V_FMT,
-            D=V_D,
-            D_PAD=V_D_PAD,
-            BLOCK=V_BLOCK,
-            HEADS=HEADS,
-            PAGE=PAGE,
-            S_LO=V_S_LO,
-            S_HI=V_S_HI,
-            S_BLK=V_S_BLK,
-        )  # [N, DV]
+        v = load_rows(v_ptr, v_scale_ptr, slot, head, live, V)  # [N, DV]
         acc, row_max, row_sum = softmax_step(logits, v, acc, row_max, row_sum, scale_log2)
     return acc, row_max, row_sum
 
@@ -148,8 +104,7 @@ def store_split(
     total,
     v_global,
     finished,
-    V_D: tl.constexpr,
-    V_D_PAD: tl.constexpr,
+    V: tl.constexpr,
 ):
     """Result of a split: the output if ``finished``, else the partial result.
 
@@ -157,15 +112,15 @@ def store_split(
         row, part: ``[M]`` int64, rows of the output and of the partial results.
         top: ``[M]``, the largest logit to base 2.
     """
-    i_d = tl.arange(0, V_D_PAD)
-    m_out = m_row[:, None] & (i_d < V_D)[None, :]
+    i_d = tl.arange(0, V.pad)
+    m_out = m_row[:, None] & (i_d < V.dim)[None, :]
     if finished:
         # A sum of zero: every logit was -inf.
         norm = v_global / tl.where(total == 0.0, 1.0, total)
         result = to_dtype(acc * norm[:, None], out_ptr.dtype.element_ty)
-        tl.store(out_ptr + row[:, None] * V_D + i_d[None, :], result, mask=m_out)
+        tl.store(out_ptr + row[:, None] * V.dim + i_d[None, :], result, mask=m_out)
     else:
-        tl.store(partial_ptr + part[:, None] * V_D + i_d[None, :], acc * v_global, mask=m_out)
+        tl.store(partial_ptr + part[:, None] * V.dim + i_d[None, :], acc * v_global, mask=m_out)
         tl.store(top_ptr + part, top, mask=m_row)
         tl.store(total_ptr + part, total, mask=m_row)
 
@@ -195,22 +150,8 @@ def _decode_kernel(
     QUANTIZED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    HEADS: tl.constexpr,
-    PAGE: tl.constexpr,
-    K_FMT: tl.constexpr,
-    K_D: tl.constexpr,
-    K_D_PAD: tl.constexpr,
-    K_BLOCK: tl.constexpr,
-    K_S_LO: tl.constexpr,
-    K_S_HI: tl.constexpr,
-    K_S_BLK: tl.constexpr,
-    V_FMT: tl.constexpr,
-    V_D: tl.constexpr,
-    V_D_PAD: tl.constexpr,
-    V_BLOCK: tl.constexpr,
-    V_S_LO: tl.constexpr,
-    V_S_HI: tl.constexpr,
-    V_S_BLK: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
 ):
     tl.static_assert(GROUP <= BLOCK_M)
     scale_log2 = sm_scale_log2
@@ -222,18 +163,16 @@ def _decode_kernel(
     i_m = tl.arange(0, BLOCK_M)
     m_m = i_m < GROUP
 
-    items = tl.load(split_indptr_ptr + batch) * HEADS
+    items = tl.load(split_indptr_ptr + batch) * K.heads
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         # Neighbouring programs take neighbouring heads of the same tokens.
-        work = item // HEADS
-        head = item % HEADS
+        work = item // K.heads
+        head = item % K.heads
         request = tl.load(work_ptr + 3 * work)
         start = tl.load(work_ptr + 3 * work + 1)
         end = tl.load(work_ptr + 3 * work + 2)
-        row = request.to(tl.int64) * (HEADS * GROUP) + head * GROUP + i_m  # [M]
-        q = load_query(
-            q_ptr, q_scale_ptr, row * K_D, row * (K_D // 32), m_m, QUANTIZED, K_D, K_D_PAD
-        )
+        row = request.to(tl.int64) * (K.heads * GROUP) + head * GROUP + i_m  # [M]
+        q = load_query(q_ptr, q_scale_ptr, row, m_m, QUANTIZED, K.dim, K.pad)
         acc, row_max, row_sum = attend_split(
             q,
             k_ptr,
@@ -246,24 +185,10 @@ def _decode_kernel(
             end,
             scale_log2,
             BLOCK_N=BLOCK_N,
-            HEADS=HEADS,
-            PAGE=PAGE,
-            K_FMT=K_FMT,
-            K_D=K_D,
-            K_D_PAD=K_D_PAD,
-            K_BLOCK=K_BLOCK,
-            K_S_LO=K_S_LO,
-            K_S_HI=K_S_HI,
-            K_S_BLK=K_S_BLK,
-            V_FMT=V_FMT,
-            V_D=V_D,
-            V_D_PAD=V_D_PAD,
-            V_BLOCK=V_BLOCK,
-            V_S_LO=V_S_LO,
-            V_S_HI=V_S_HI,
-            V_S_BLK=V_S_BLK,
+            K=K,
+            V=V,
         )
-        part = work.to(tl.int64) * (HEADS * GROUP) + head * GROUP + i_m  # [M]
+        part = work.to(tl.int64) * (K.heads * GROUP) + head * GROUP + i_m  # [M]
         store_split(
             partial_ptr,
             top_ptr,
@@ -277,8 +202,7 @@ def _decode_kernel(
             row_sum,
             v_global,
             (start == 0) & (end == tl.load(seq_lens_ptr + request)),
-            V_D,
-            V_D_PAD,
+            V,
         )
 
 

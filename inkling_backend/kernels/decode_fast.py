@@ -64,13 +64,12 @@ def _scaled_query(
     Returns (classes, what undoes the scaling ``[M]``).
     """
     cols = tl.arange(0, D // COUNT) * COUNT
-    data, scale = row * D, row * (D // 32)
-    x0 = load_query_columns(q_ptr, q_scale_ptr, data, scale, mask, cols, QUANTIZED)
-    x1 = load_query_columns(q_ptr, q_scale_ptr, data, scale, mask, cols + 1, QUANTIZED)
+    x0 = load_query_columns(q_ptr, q_scale_ptr, row, mask, cols, QUANTIZED, D)
+    x1 = load_query_columns(q_ptr, q_scale_ptr, row, mask, cols + 1, QUANTIZED, D)
     amax = tl.maximum(tl.max(tl.abs(x0), 0), tl.max(tl.abs(x1), 0))
     if COUNT == 4:
-        x2 = load_query_columns(q_ptr, q_scale_ptr, data, scale, mask, cols + 2, QUANTIZED)
-        x3 = load_query_columns(q_ptr, q_scale_ptr, data, scale, mask, cols + 3, QUANTIZED)
+        x2 = load_query_columns(q_ptr, q_scale_ptr, row, mask, cols + 2, QUANTIZED, D)
+        x3 = load_query_columns(q_ptr, q_scale_ptr, row, mask, cols + 3, QUANTIZED, D)
         amax = tl.maximum(amax, tl.maximum(tl.max(tl.abs(x2), 0), tl.max(tl.abs(x3), 0)))
     exponent = tl.maximum(amax.to(tl.int32, bitcast=True) >> 23, 30)
     up = ((267 - exponent) << 23).to(tl.float32, bitcast=True)[None, :]
@@ -136,11 +135,11 @@ def _all_finite(acc, total):
 
 
 @triton.jit
-def _store(pointer, row, acc, factor, mask, V_D: tl.constexpr):
-    """``acc * factor`` to rows ``[M]`` of ``[rows, V_D]``."""
+def _store(pointer, row, acc, factor, mask, DIM: tl.constexpr):
+    """``acc * factor`` to rows ``[M]`` of ``[rows, DIM]``."""
     COUNT: tl.constexpr = len(acc)
-    i_w = tl.arange(0, V_D // COUNT)
-    p_out = pointer + (row * V_D)[None, :] + i_w[:, None] * COUNT
+    i_w = tl.arange(0, DIM // COUNT)
+    p_out = pointer + (row * DIM)[None, :] + i_w[:, None] * COUNT
     for i in tl.static_range(COUNT):
         value = to_dtype(acc[i] * factor[None, :], pointer.dtype.element_ty)
         tl.store(p_out + i, value, mask=mask[None, :])
@@ -175,28 +174,14 @@ def _decode_fast_kernel(
     BLOCK_N: tl.constexpr,
     EXACT_M: tl.constexpr,
     EXACT_N: tl.constexpr,
-    HEADS: tl.constexpr,
-    PAGE: tl.constexpr,
-    K_FMT: tl.constexpr,
-    K_D: tl.constexpr,
-    K_D_PAD: tl.constexpr,
-    K_BLOCK: tl.constexpr,
-    K_S_LO: tl.constexpr,
-    K_S_HI: tl.constexpr,
-    K_S_BLK: tl.constexpr,
-    V_FMT: tl.constexpr,
-    V_D: tl.constexpr,
-    V_D_PAD: tl.constexpr,
-    V_BLOCK: tl.constexpr,
-    V_S_LO: tl.constexpr,
-    V_S_HI: tl.constexpr,
-    V_S_BLK: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
 ):
-    tl.static_assert(PAGE % BLOCK_N == 0 and K_D == K_D_PAD and V_D == V_D_PAD)
-    CK: tl.constexpr = classes(K_FMT)
-    CV: tl.constexpr = classes(V_FMT)
-    WK: tl.constexpr = K_D // CK
-    WV: tl.constexpr = V_D // CV
+    tl.static_assert(K.page % BLOCK_N == 0 and K.dim == K.pad and V.dim == V.pad)
+    CK: tl.constexpr = classes(K.fmt)
+    CV: tl.constexpr = classes(V.fmt)
+    WK: tl.constexpr = K.dim // CK
+    WV: tl.constexpr = V.dim // CV
     scale_log2 = sm_scale_log2
     if k_global_ptr is not None:
         scale_log2 = scale_log2 * tl.load(k_global_ptr)
@@ -207,38 +192,38 @@ def _decode_fast_kernel(
     m_m = i_m < GROUP
     i_n = tl.arange(0, BLOCK_N)
 
-    items = tl.load(split_indptr_ptr + batch) * HEADS
+    items = tl.load(split_indptr_ptr + batch) * K.heads
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        work = item // HEADS
-        head = item % HEADS
+        work = item // K.heads
+        head = item % K.heads
         request = tl.load(work_ptr + 3 * work)
         start = tl.load(work_ptr + 3 * work + 1)
         end = tl.load(work_ptr + 3 * work + 2)
         table_ptr = page_table_ptr + request.to(tl.int64) * MAX_PAGES
-        row = request.to(tl.int64) * (HEADS * GROUP) + head * GROUP + i_m  # [M]
-        if K_FMT == "bf16":
-            p_q = q_ptr + (row * K_D)[None, :] + tl.arange(0, K_D)[:, None]
+        row = request.to(tl.int64) * (K.heads * GROUP) + head * GROUP + i_m  # [M]
+        if K.fmt == "bf16":
+            p_q = q_ptr + (row * K.dim)[None, :] + tl.arange(0, K.dim)[:, None]
             q = (tl.load(p_q, mask=m_m[None, :], other=0.0),)
             scale = tl.zeros([BLOCK_M], tl.float32) + scale_log2
         else:
-            q, down = _scaled_query(q_ptr, q_scale_ptr, row, m_m, QUANTIZED, K_D, CK)
-            scale = down * (scale_log2 * unshift(K_FMT))
+            q, down = _scaled_query(q_ptr, q_scale_ptr, row, m_m, QUANTIZED, K.dim, CK)
+            scale = down * (scale_log2 * unshift(K.fmt))
 
         top = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
         total = tl.zeros([BLOCK_M], dtype=tl.float32)
         acc = _zeros(WV, BLOCK_M, CV)
         for tile in range(start, end, BLOCK_N):
-            page = tl.load(table_ptr + tile // PAGE)
-            first = tl.multiple_of(tile % PAGE, BLOCK_N)
-            slot = page * PAGE + first
+            page = tl.load(table_ptr + tile // K.page)
+            first = tl.multiple_of(tile % K.page, BLOCK_N)
+            slot = page * K.page + first
             t = first + i_n
-            k = unpack(k_words.load([slot, head * WK]), K_FMT)
-            if K_BLOCK > 0:
-                SK: tl.constexpr = K_D // K_BLOCK
-                p_scale = k_scale_ptr + (page.to(tl.int64) * HEADS + head) * (PAGE * SK)
-                p_scale += ((t % 32) * K_S_LO + (t // 32) * K_S_HI)[:, None]
+            k = unpack(k_words.load([slot, head * WK]), K.fmt)
+            if K.block > 0:
+                SK: tl.constexpr = K.dim // K.block
+                p_scale = k_scale_ptr + (page.to(tl.int64) * K.heads + head) * (K.page * SK)
+                p_scale += ((t % 32) * K.s_lo + (t // 32) * K.s_hi)[:, None]
                 factor = scale_factors(
-                    tl.load(p_scale + (tl.arange(0, SK) * K_S_BLK)[None, :]), K_FMT
+                    tl.load(p_scale + (tl.arange(0, SK) * K.s_blk)[None, :]), K.fmt
                 )
                 factor = tl.broadcast_to(factor[:, :, None], (BLOCK_N, SK, WK // SK))
                 k = multiply(k, tl.reshape(factor, (BLOCK_N, WK)))
@@ -250,37 +235,36 @@ def _decode_fast_kernel(
             p = exp2(s * scale[None, :] - new_top[None, :])
             alpha = exp2(top - new_top)
             total = total * alpha + tl.sum(p, 0)
-            v = unpack(v_words.load([slot, head * WV]).T, V_FMT)
-            if V_BLOCK > 0:
-                SV: tl.constexpr = V_D // V_BLOCK
-                p_scale = v_scale_ptr + (page.to(tl.int64) * HEADS + head) * (PAGE * SV)
-                p_scale += ((t % 32) * V_S_LO + (t // 32) * V_S_HI)[None, :]
+            v = unpack(v_words.load([slot, head * WV]).T, V.fmt)
+            if V.block > 0:
+                SV: tl.constexpr = V.dim // V.block
+                p_scale = v_scale_ptr + (page.to(tl.int64) * K.heads + head) * (K.page * SV)
+                p_scale += ((t % 32) * V.s_lo + (t // 32) * V.s_hi)[None, :]
                 factor = scale_factors(
-                    tl.load(p_scale + (tl.arange(0, SV) * V_S_BLK)[:, None]), V_FMT
+                    tl.load(p_scale + (tl.arange(0, SV) * V.s_blk)[:, None]), V.fmt
                 )
                 factor = tl.broadcast_to(factor[:, None, :], (SV, WV // SV, BLOCK_N))
                 v = multiply(v, tl.reshape(factor, (WV, BLOCK_N)))
             acc = _add(acc, alpha, v, p.to(v[0].dtype))
             top = new_top
 
-        part = work.to(tl.int64) * (HEADS * GROUP) + head * GROUP + i_m  # [M]
+        part = work.to(tl.int64) * (K.heads * GROUP) + head * GROUP + i_m  # [M]
         finished = (start == 0) & (end == tl.load(seq_lens_ptr + request))
         if _all_finite(acc, total):
-            factor_v = v_global * unshift(V_FMT)
+            factor_v = v_global * unshift(V.fmt)
             if finished:
-                _store(out_ptr, row, acc, factor_v / total, m_m, V_D)
+                _store(out_ptr, row, acc, factor_v / total, m_m, V.dim)
             else:
-                _store(partial_ptr, part, acc, tl.zeros([BLOCK_M], tl.float32) + factor_v, m_m, V_D)
+                factor_v += tl.zeros([BLOCK_M], tl.float32)
+                _store(partial_ptr, part, acc, factor_v, m_m, V.dim)
                 tl.store(top_ptr + part, top, mask=m_m)
                 tl.store(total_ptr + part, total, mask=m_m)
         else:
             # Rows of at least sixteen heads, as the exact path's matrix instruction wants them.
             i_e = tl.arange(0, EXACT_M)
             m_e = i_e < GROUP
-            row_e = request.to(tl.int64) * (HEADS * GROUP) + head * GROUP + i_e
-            q_e = load_query(
-                q_ptr, q_scale_ptr, row_e * K_D, row_e * (K_D // 32), m_e, QUANTIZED, K_D, K_D_PAD
-            )
+            row_e = request.to(tl.int64) * (K.heads * GROUP) + head * GROUP + i_e
+            q_e = load_query(q_ptr, q_scale_ptr, row_e, m_e, QUANTIZED, K.dim, K.pad)
             exact, row_max, row_sum = attend_split(
                 q_e,
                 k_ptr,
@@ -293,22 +277,8 @@ def _decode_fast_kernel(
                 end,
                 scale_log2,
                 BLOCK_N=EXACT_N,
-                HEADS=HEADS,
-                PAGE=PAGE,
-                K_FMT=K_FMT,
-                K_D=K_D,
-                K_D_PAD=K_D_PAD,
-                K_BLOCK=K_BLOCK,
-                K_S_LO=K_S_LO,
-                K_S_HI=K_S_HI,
-                K_S_BLK=K_S_BLK,
-                V_FMT=V_FMT,
-                V_D=V_D,
-                V_D_PAD=V_D_PAD,
-                V_BLOCK=V_BLOCK,
-                V_S_LO=V_S_LO,
-                V_S_HI=V_S_HI,
-                V_S_BLK=V_S_BLK,
+                K=K,
+                V=V,
             )
             store_split(
                 partial_ptr,
@@ -316,15 +286,14 @@ def _decode_fast_kernel(
                 total_ptr,
                 out_ptr,
                 row_e,
-                work.to(tl.int64) * (HEADS * GROUP) + head * GROUP + i_e,
+                work.to(tl.int64) * (K.heads * GROUP) + head * GROUP + i_e,
                 m_e,
                 exact,
                 row_max * scale_log2,
                 row_sum,
                 v_global,
                 finished,
-                V_D,
-                V_D_PAD,
+                V,
             )
 
 

@@ -65,27 +65,13 @@ def _extend_kernel(
     QUANTIZED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    HEADS: tl.constexpr,
-    PAGE: tl.constexpr,
-    K_FMT: tl.constexpr,
-    K_D: tl.constexpr,
-    K_D_PAD: tl.constexpr,
-    K_BLOCK: tl.constexpr,
-    K_S_LO: tl.constexpr,
-    K_S_HI: tl.constexpr,
-    K_S_BLK: tl.constexpr,
-    V_FMT: tl.constexpr,
-    V_D: tl.constexpr,
-    V_D_PAD: tl.constexpr,
-    V_BLOCK: tl.constexpr,
-    V_S_LO: tl.constexpr,
-    V_S_HI: tl.constexpr,
-    V_S_BLK: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
 ):
     # The last rows see most and so start first; heads are neighbours.
-    head = tl.program_id(0) % HEADS
-    request = tl.program_id(0) // HEADS % batch
-    i_tile = tiles - 1 - tl.program_id(0) // HEADS // batch
+    head = tl.program_id(0) % K.heads
+    request = tl.program_id(0) // K.heads % batch
+    i_tile = tiles - 1 - tl.program_id(0) // K.heads // batch
     q_start = tl.load(qo_indptr_ptr + request)
     q_len = tl.load(qo_indptr_ptr + request + 1) - q_start
     first_row = i_tile * BLOCK_M
@@ -109,48 +95,18 @@ def _extend_kernel(
     whole = tl.maximum(first_pos + first_row // GROUP + 1, 0) // BLOCK_N * BLOCK_N
     table_ptr = page_table_ptr + request.to(tl.int64) * MAX_PAGES
 
-    row = (q_start + token).to(tl.int64) * (HEADS * GROUP) + head * GROUP + i_row % GROUP  # [M]
-    q = load_query(q_ptr, q_scale_ptr, row * K_D, row * (K_D // 32), m_row, QUANTIZED, K_D, K_D_PAD)
-    acc = tl.zeros([BLOCK_M, V_D_PAD], dtype=tl.float32)
+    row = (q_start + token).to(tl.int64) * (K.heads * GROUP) + head * GROUP + i_row % GROUP  # [M]
+    q = load_query(q_ptr, q_scale_ptr, row, m_row, QUANTIZED, K.dim, K.pad)
+    acc = tl.zeros([BLOCK_M, V.pad], dtype=tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
     dirty = tl.zeros([BLOCK_N], dtype=tl.int32)
     for masked in tl.static_range(2):
         for tile in range(whole if masked else 0, end if masked else whole, BLOCK_N):
-            pos_k, slot, live = tile_slots(table_ptr, tile, end, PAGE, BLOCK_N)
-            k = load_rows(
-                k_ptr,
-                k_scale_ptr,
-                slot,
-                head,
-                live,
-                FMT=K_FMT,
-                D=K_D,
-                D_PAD=K_D_PAD,
-                BLOCK=K_BLOCK,
-                HEADS=HEADS,
-                PAGE=PAGE,
-                S_LO=K_S_LO,
-                S_HI=K_S_HI,
-                S_BLK=K_S_BLK,
-            )  # [N, DK]
+            pos_k, slot, live = tile_slots(table_ptr, tile, end, K.page, BLOCK_N)
+            k = load_rows(k_ptr, k_scale_ptr, slot, head, live, K)  # [N, DK]
             logits = raw_logits(q, k)
-            v = load_rows(
-                v_ptr,
-                v_scale_ptr,
-                slot,
-                head,
-                live,
-                FMT=V_FMT,
-                D=V_D,
-                D_PAD=V_D_PAD,
-                BLOCK=V_BLOCK,
-                HEADS=HEADS,
-                PAGE=PAGE,
-                S_LO=V_S_LO,
-                S_HI=V_S_HI,
-                S_BLK=V_S_BLK,
-            )  # [N, DV]
+            v = load_rows(v_ptr, v_scale_ptr, slot, head, live, V)  # [N, DV]
             if masked:
                 visible = pos_k[None, :] <= pos_q[:, None]  # [M, N]
                 logits = tl.where(visible, logits, float("-inf"))
@@ -164,33 +120,18 @@ def _extend_kernel(
     if tl.max(dirty, 0) > 0:
         # Rare: now what was taken out goes, as NaN, to the rows that see it.
         for tile in range(whole, end, BLOCK_N):
-            pos_k, slot, live = tile_slots(table_ptr, tile, end, PAGE, BLOCK_N)
-            v = load_rows(
-                v_ptr,
-                v_scale_ptr,
-                slot,
-                head,
-                live,
-                FMT=V_FMT,
-                D=V_D,
-                D_PAD=V_D_PAD,
-                BLOCK=V_BLOCK,
-                HEADS=HEADS,
-                PAGE=PAGE,
-                S_LO=V_S_LO,
-                S_HI=V_S_HI,
-                S_BLK=V_S_BLK,
-            )  # [N, DV]
+            pos_k, slot, live = tile_slots(table_ptr, tile, end, K.page, BLOCK_N)
+            v = load_rows(v_ptr, v_scale_ptr, slot, head, live, V)  # [N, DV]
             seen = to_bf16(tl.where(pos_k[None, :] <= pos_q[:, None], 1.0, 0.0))
             bad = to_bf16(tl.where(_finite(to_float32(v)), 0.0, 1.0))
-            hits = dot(seen, bad, tl.zeros([BLOCK_M, V_D_PAD], dtype=tl.float32))
+            hits = dot(seen, bad, tl.zeros([BLOCK_M, V.pad], dtype=tl.float32))
             acc = tl.where(hits > 0.0, float("nan"), acc)
     # And an Inf that a row saw in a whole tile ends like that, too.
     acc = tl.where(_finite(acc), acc, float("nan"))
     norm = v_global / tl.where(row_sum == 0.0, 1.0, row_sum)
-    i_d = tl.arange(0, V_D_PAD)
-    p_out = out_ptr + row[:, None] * V_D + i_d[None, :]
-    m_out = m_row[:, None] & (i_d < V_D)[None, :]
+    i_d = tl.arange(0, V.pad)
+    p_out = out_ptr + row[:, None] * V.dim + i_d[None, :]
+    m_out = m_row[:, None] & (i_d < V.dim)[None, :]
     tl.store(p_out, to_dtype(acc * norm[:, None], out_ptr.dtype.element_ty), mask=m_out)
 
 

@@ -17,7 +17,7 @@ from inkling_backend.kernels.checks import (
 )
 from inkling_backend.kernels.codec import load_rows, to_bf16
 from inkling_backend.kernels.compile_case import CompileCase
-from inkling_backend.kernels.store import side_constants
+from inkling_backend.kernels.side import Side
 
 BLOCK_T = 16
 
@@ -31,15 +31,7 @@ def gather_kernel(
     out_ptr,
     num_tokens,
     num_slots,
-    X_FMT: tl.constexpr,
-    X_D: tl.constexpr,
-    X_D_PAD: tl.constexpr,
-    X_BLOCK: tl.constexpr,
-    X_S_LO: tl.constexpr,
-    X_S_HI: tl.constexpr,
-    X_S_BLK: tl.constexpr,
-    HKV: tl.constexpr,
-    PAGE: tl.constexpr,
+    SIDE: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     """BLOCK_T tokens of one head: tokens on grid x, heads on grid y."""
@@ -48,29 +40,13 @@ def gather_kernel(
     m_t = i_t < num_tokens
     slot = tl.load(slots_ptr + i_t, mask=m_t, other=0).to(tl.int64)
     held = m_t & (slot > 0) & (slot < num_slots)
-    x = load_rows(
-        data_ptr,
-        scale_ptr,
-        slot,
-        head,
-        held,
-        X_FMT,
-        X_D,
-        X_D_PAD,
-        X_BLOCK,
-        HKV,
-        PAGE,
-        X_S_LO,
-        X_S_HI,
-        X_S_BLK,
-        WIDE=True,
-    )  # [BLOCK_T, D_PAD]
-    if X_FMT == "nvfp4":
+    x = load_rows(data_ptr, scale_ptr, slot, head, held, SIDE, WIDE=True)  # [BLOCK_T, pad]
+    if SIDE.fmt == "nvfp4":
         # A row that is not held stays zero whatever the scale is.
         x = tl.where(held[:, None], x * tl.load(global_ptr), 0.0)
-    o_d = tl.arange(0, X_D_PAD)
-    p_out = out_ptr + ((i_t * HKV + head) * X_D)[:, None] + o_d[None, :]
-    m_out = m_t[:, None] & (o_d < X_D)[None, :]
+    o_d = tl.arange(0, SIDE.pad)
+    p_out = out_ptr + ((i_t * SIDE.heads + head) * SIDE.dim)[:, None] + o_d[None, :]
+    m_out = m_t[:, None] & (o_d < SIDE.dim)[None, :]
     if out_ptr.dtype.element_ty == tl.bfloat16:
         tl.store(p_out, to_bf16(x), mask=m_out)
     else:
@@ -132,10 +108,8 @@ def gather(
         out_ptr=out,
         num_tokens=slots.shape[0],
         num_slots=data.shape[0],
-        HKV=layout.num_kv_heads,
-        PAGE=layout.page_size,
+        SIDE=Side.of(layout, geometry),
         BLOCK_T=BLOCK_T,
-        **side_constants("X", geometry),
     )
     return out
 
@@ -157,10 +131,6 @@ def _compile_case(layout: CacheLayout) -> CompileCase:
         "num_tokens": "i32",
         "num_slots": "i64",
     }
-    constants = side_constants("X", layout.k) | {
-        "HKV": layout.num_kv_heads,
-        "PAGE": layout.page_size,
-        "BLOCK_T": BLOCK_T,
-    }
+    constants = {"SIDE": Side.of(layout, layout.k), "BLOCK_T": BLOCK_T}
     constants |= {name: None for name, kind in signature.items() if kind == "constexpr"}
     return CompileCase(f"gather-{number_format.name}", gather_kernel, signature, constants)

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from inkling_backend.errors import InvalidTensorError
 from inkling_backend.formats import FORMATS, get_format
-from inkling_backend.formats.layout import CacheLayout, LayerCache, SideLayout
+from inkling_backend.formats.layout import CacheLayout, LayerCache
 from inkling_backend.formats.query import Query
 from inkling_backend.kernels.checks import (
     FLOAT_DTYPES,
@@ -25,6 +25,7 @@ from inkling_backend.kernels.checks import (
 )
 from inkling_backend.kernels.codec import encode, store_rows, to_float32
 from inkling_backend.kernels.compile_case import CompileCase
+from inkling_backend.kernels.side import Side
 
 # The one format of quantized queries.
 QUERY_FORMAT = get_format("mxfp8")
@@ -58,40 +59,15 @@ def _store_side(
     i_t,
     head,
     m_t,
-    FMT: tl.constexpr,
-    D: tl.constexpr,
-    D_PAD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    S_LO: tl.constexpr,
-    S_HI: tl.constexpr,
-    S_BLK: tl.constexpr,
-    HEADS: tl.constexpr,
-    PAGE: tl.constexpr,
+    SIDE: tl.constexpr,
 ):
     """Quantize one head of K or V and write it into its slots."""
     slot = tl.load(slots_ptr + i_t, mask=m_t, other=0).to(tl.int64)  # [BLOCK_T]
     m_t = m_t & (slot > 0) & (slot < num_slots)
-    x = _load_tile(x_ptr, i_t, head, stride_t, stride_h, m_t, D, D_PAD)
-    global_scale = tl.load(global_ptr) if FMT == "nvfp4" else 1.0
-    data, scale = encode(x, global_scale, FMT, BLOCK)
-    store_rows(
-        data_ptr,
-        scale_ptr,
-        slot,
-        head,
-        m_t,
-        data,
-        scale,
-        FMT,
-        D,
-        D_PAD,
-        BLOCK,
-        HEADS,
-        PAGE,
-        S_LO,
-        S_HI,
-        S_BLK,
-    )
+    x = _load_tile(x_ptr, i_t, head, stride_t, stride_h, m_t, SIDE.dim, SIDE.pad)
+    global_scale = tl.load(global_ptr) if SIDE.fmt == "nvfp4" else 1.0
+    data, scale = encode(x, global_scale, SIDE.fmt, SIDE.block)
+    store_rows(data_ptr, scale_ptr, slot, head, m_t, data, scale, SIDE)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_slots"])
@@ -116,30 +92,16 @@ def store_kernel(
     v_stride_h,
     q_stride_t,
     q_stride_h,
-    K_FMT: tl.constexpr,
-    K_D: tl.constexpr,
-    K_D_PAD: tl.constexpr,
-    K_BLOCK: tl.constexpr,
-    K_S_LO: tl.constexpr,
-    K_S_HI: tl.constexpr,
-    K_S_BLK: tl.constexpr,
-    V_FMT: tl.constexpr,
-    V_D: tl.constexpr,
-    V_D_PAD: tl.constexpr,
-    V_BLOCK: tl.constexpr,
-    V_S_LO: tl.constexpr,
-    V_S_HI: tl.constexpr,
-    V_S_BLK: tl.constexpr,
-    HQ: tl.constexpr,
-    HKV: tl.constexpr,
-    PAGE: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    Q: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """See the module. HQ is 0 where Q is not quantized; absent scales are None."""
+    """See the module. K, V: a `Side`. Q: that of a dense cache of query heads, or None."""
     i_t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)  # [BLOCK_T]
     m_t = i_t < num_tokens
     i_h = tl.program_id(1)
-    if i_h < HKV:
+    if i_h < K.heads:
         _store_side(
             k_ptr,
             k_stride_t,
@@ -152,17 +114,9 @@ def store_kernel(
             i_t,
             i_h,
             m_t,
-            K_FMT,
-            K_D,
-            K_D_PAD,
-            K_BLOCK,
-            K_S_LO,
-            K_S_HI,
-            K_S_BLK,
-            HKV,
-            PAGE,
+            K,
         )
-    elif i_h < 2 * HKV:
+    elif i_h < 2 * K.heads:
         _store_side(
             v_ptr,
             v_stride_t,
@@ -173,67 +127,36 @@ def store_kernel(
             v_scale_ptr,
             v_global_ptr,
             i_t,
-            i_h - HKV,
+            i_h - K.heads,
             m_t,
-            V_FMT,
-            V_D,
-            V_D_PAD,
-            V_BLOCK,
-            V_S_LO,
-            V_S_HI,
-            V_S_BLK,
-            HKV,
-            PAGE,
+            V,
         )
     else:
-        if HQ > 0:
-            head = i_h - 2 * HKV
-            x = _load_tile(q_ptr, i_t, head, q_stride_t, q_stride_h, m_t, K_D, K_D_PAD)
-            data, scale = encode(x, 1.0, "mxfp8", 32)
-            # Dense rows: a cache of HQ heads whose slot is the token.
-            store_rows(
-                q_data_ptr,
-                q_scale_ptr,
-                i_t,
-                head,
-                m_t,
-                data,
-                scale,
-                "mxfp8",
-                K_D,
-                K_D_PAD,
-                32,
-                HQ,
-                1,
-                0,
-                0,
-                1,
-            )
-
-
-def side_constants(prefix: str, side: SideLayout) -> dict[str, Any]:
-    """The constexpr arguments that describe one side of a cache, named ``{prefix}_...``."""
-    lo, hi, step = side.scale_strides
-    return {
-        f"{prefix}_FMT": side.format.name,
-        f"{prefix}_D": side.head_dim,
-        f"{prefix}_D_PAD": max(16, triton.next_power_of_2(side.head_dim)),
-        f"{prefix}_BLOCK": side.format.block,
-        f"{prefix}_S_LO": lo,
-        f"{prefix}_S_HI": hi,
-        f"{prefix}_S_BLK": step,
-    }
+        if Q is not None:
+            head = i_h - 2 * K.heads
+            x = _load_tile(q_ptr, i_t, head, q_stride_t, q_stride_h, m_t, Q.dim, Q.pad)
+            data, scale = encode(x, 1.0, Q.fmt, Q.block)
+            store_rows(q_data_ptr, q_scale_ptr, i_t, head, m_t, data, scale, Q)
 
 
 @lru_cache(maxsize=64)
 def _constants(layout: CacheLayout, num_q_heads: int, few_tokens: bool) -> dict[str, Any]:
     """Constexprs and launch options."""
+    k = Side.of(layout, layout.k)
+    # Dense rows are pages of one token: the slot is the token.
+    q = k._replace(
+        fmt=QUERY_FORMAT.name,
+        block=QUERY_FORMAT.block,
+        heads=num_q_heads,
+        page=1,
+        s_lo=0,
+        s_hi=0,
+        s_blk=1,
+    )
     return {
-        **side_constants("K", layout.k),
-        **side_constants("V", layout.v),
-        "HQ": num_q_heads,
-        "HKV": layout.num_kv_heads,
-        "PAGE": layout.page_size,
+        "K": k,
+        "V": Side.of(layout, layout.v),
+        "Q": q if num_q_heads else None,
         **(_FEW_TOKENS if few_tokens else _MANY_TOKENS),
     }
 

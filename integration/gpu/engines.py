@@ -16,6 +16,9 @@ from integration.launch import RECIPES, options
 # Engines side by side on one GPU: most of a start is imports and compilation on the CPU.
 WORKERS = 4
 QUESTION = "What is the capital of France?"
+# The answer is begun for the model. By itself it gives 'The' 18 % and 'L' (of a French answer) 14 %,
+# which rounding decides; ' Paris' after this has 96 %.
+BEGUN = "The capital of France is"
 NEW_TOKENS = 32
 # 8 is a captured size, so the padded batch of a graph is the batch of an eager run: equal tokens
 # then say something about attention and nothing about other matrix shapes.
@@ -102,9 +105,10 @@ def _observe(model: Path, recipe: str, extra: Mapping[str, object], index: int) 
 
 
 def _question(engine: RealEngine, observed: Observed) -> None:
-    observed.answer = engine.ask(QUESTION)
+    prompt = engine.call("chat_prompt", question=QUESTION) + BEGUN
+    (answer,) = engine.generate(prompt=[prompt], sampling_params={"max_new_tokens": 16})
+    observed.answer = answer["text"]
     # Three requests in a graph of four: the padding row must disturb nobody.
-    prompt = engine.call("chat_prompt", question=QUESTION)
     answers = engine.generate(prompt=[prompt] * 3, sampling_params={"max_new_tokens": 16})
     observed.padded = [answer["text"] for answer in answers]
 

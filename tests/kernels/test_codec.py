@@ -12,7 +12,8 @@ from inkling_backend.formats import Quantized, Query, get_format
 from inkling_backend.formats.layout import LayerCache
 from inkling_backend.kernels.codec import load_query, load_rows
 from inkling_backend.kernels.gather import gather
-from inkling_backend.kernels.store import side_constants, store
+from inkling_backend.kernels.side import Side
+from inkling_backend.kernels.store import store
 from tests.kernels.helpers import (
     FORMAT_NAMES,
     assert_same_bits,
@@ -33,45 +34,21 @@ def load_kernel(
     mask_ptr,
     out_ptr,
     HEAD: tl.constexpr,
-    HEADS: tl.constexpr,
-    PAGE: tl.constexpr,
     N: tl.constexpr,
-    X_FMT: tl.constexpr,
-    X_D: tl.constexpr,
-    X_D_PAD: tl.constexpr,
-    X_BLOCK: tl.constexpr,
-    X_S_LO: tl.constexpr,
-    X_S_HI: tl.constexpr,
-    X_S_BLK: tl.constexpr,
+    SIDE: tl.constexpr,
 ):
-    """Whole tiles, padding columns included: out ``[programs * N, D_PAD]``."""
+    """Whole tiles, padding columns included: out ``[programs * N, side.pad]``."""
     i_n = tl.program_id(0) * N + tl.arange(0, N)
     slot = tl.load(slots_ptr + i_n)
     mask = tl.load(mask_ptr + i_n) != 0
-    tile = load_rows(
-        data_ptr,
-        scale_ptr,
-        slot,
-        HEAD,
-        mask,
-        X_FMT,
-        X_D,
-        X_D_PAD,
-        X_BLOCK,
-        HEADS,
-        PAGE,
-        X_S_LO,
-        X_S_HI,
-        X_S_BLK,
-    )
-    tl.store(out_ptr + i_n[:, None] * X_D_PAD + tl.arange(0, X_D_PAD)[None, :], tile)
+    tile = load_rows(data_ptr, scale_ptr, slot, HEAD, mask, SIDE)
+    tl.store(out_ptr + i_n[:, None] * SIDE.pad + tl.arange(0, SIDE.pad)[None, :], tile)
 
 
 @triton.jit
 def query_kernel(
     data_ptr,
     scale_ptr,
-    stride_t,
     out_ptr,
     QUANTIZED: tl.constexpr,
     M: tl.constexpr,
@@ -82,16 +59,14 @@ def query_kernel(
     """The first LIVE of M rows."""
     row = tl.arange(0, M).to(tl.int64)
     mask = row < LIVE
-    tile = load_query(
-        data_ptr, scale_ptr, row * stride_t, row * (D // 32), mask, QUANTIZED, D, D_PAD
-    )
+    tile = load_query(data_ptr, scale_ptr, row, mask, QUANTIZED, D, D_PAD)
     tl.store(out_ptr + row[:, None] * D_PAD + tl.arange(0, D_PAD)[None, :], tile)
 
 
 def load(cache: LayerCache, slots: torch.Tensor, mask: torch.Tensor, head: int = 0) -> torch.Tensor:
     """K tiles of 16 rows."""
-    constants = side_constants("X", cache.layout.k)
-    out = torch.empty(len(slots), constants["X_D_PAD"], dtype=torch.bfloat16, device=slots.device)
+    side = Side.of(cache.layout, cache.layout.k)
+    out = torch.empty(len(slots), side.pad, dtype=torch.bfloat16, device=slots.device)
     load_kernel[(len(slots) // 16,)](
         cache.k_data,
         cache.k_scale,
@@ -99,10 +74,8 @@ def load(cache: LayerCache, slots: torch.Tensor, mask: torch.Tensor, head: int =
         mask.to(torch.uint8),
         out,
         HEAD=head,
-        HEADS=cache.layout.num_kv_heads,
-        PAGE=cache.layout.page_size,
         N=16,
-        **constants,
+        SIDE=side,
     )
     return out
 
@@ -217,23 +190,18 @@ def test_order_heads_and_masks(name: str, dim: int, page: int, device: torch.dev
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_query_as_it_is(dtype: torch.dtype, device: torch.device) -> None:
-    rows = torch.randn(5, 3, 96).to(dtype).to(device)
+    rows = torch.randn(5, 96).to(dtype).to(device)
     out = torch.empty(16, 128, dtype=dtype, device=device)
-    view = rows[:, 1]
-    query_kernel[(1,)](
-        view, None, view.stride(0), out, QUANTIZED=False, M=16, LIVE=5, D=96, D_PAD=128
-    )
+    query_kernel[(1,)](rows, None, out, QUANTIZED=False, M=16, LIVE=5, D=96, D_PAD=128)
     want = torch.zeros_like(out)
-    want[:5, :96] = view
+    want[:5, :96] = rows
     assert_same_bits(out, want, "query")
 
 
 def test_quantized_query(device: torch.device) -> None:
     query = Query.quantize((torch.randn(5, 96) * 50).to(device))
     out = torch.empty(16, 128, dtype=torch.bfloat16, device=device)
-    query_kernel[(1,)](
-        query.data, query.scale, 96, out, QUANTIZED=True, M=16, LIVE=5, D=96, D_PAD=128
-    )
+    query_kernel[(1,)](query.data, query.scale, out, QUANTIZED=True, M=16, LIVE=5, D=96, D_PAD=128)
     want = torch.zeros_like(out)
     want[:5, :96] = query.dequantize().to(torch.bfloat16)
     assert_same_bits(out, want, "query")
