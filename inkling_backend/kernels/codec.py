@@ -291,17 +291,20 @@ def _pack_nibbles(code, R: tl.constexpr, D_PAD: tl.constexpr):
 
 
 @triton.jit
-def encode(x, global_scale, FMT: tl.constexpr, BLOCK: tl.constexpr):
+def encode(x, global_scale, SIDE: tl.constexpr):
     """Codes and scale bytes of a tile of rows.
 
     Args:
-        x: ``[R, D_PAD]`` float32, from `to_float32`; zero in the padding columns.
+        x: ``[R, side.pad]`` float32, from `to_float32`; zero in the padding columns.
         global_scale: float32 scalar, positive; read by nvfp4 only.
+        SIDE: a `Side`.
 
     Returns:
         ``(data, scale)``: data ``[R, D_PAD]`` uint8 (mxfp8) or bfloat16 (bf16), or
         ``[R, D_PAD // 2]`` uint8; scale ``[R, D_PAD // BLOCK]`` uint8, meaningless for bf16.
     """
+    FMT: tl.constexpr = SIDE.fmt
+    BLOCK: tl.constexpr = SIDE.block
     R: tl.constexpr = x.shape[0]
     D_PAD: tl.constexpr = x.shape[1]
     if FMT == "bf16":

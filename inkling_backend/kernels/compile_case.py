@@ -21,6 +21,8 @@ class CompileCase:
         constexprs: value of every ``tl.constexpr`` argument, and None for those that are None.
         num_warps, num_stages: launch options.
         capability: the oldest GPU it is for.
+        spill_bytes: most bytes a thread may spill. The default is what ptxas spills by itself, for
+            a lower register count, outside of the loops.
     """
 
     name: str
@@ -30,3 +32,4 @@ class CompileCase:
     num_warps: int = 4
     num_stages: int = 2
     capability: Capability = MIN_CAPABILITY
+    spill_bytes: int = 64

@@ -78,7 +78,8 @@ def attend_split(
         (acc ``[M, V.pad]``, row_max ``[M]``, row_sum ``[M]``) as `tile.softmax_step` keeps them.
     """
     BLOCK_M: tl.constexpr = q.shape[0]
-    acc = tl.zeros([BLOCK_M, V.pad], dtype=tl.float32)
+    V_PAD: tl.constexpr = V.pad
+    acc = tl.zeros([BLOCK_M, V_PAD], dtype=tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
     for tile in range(start, end, BLOCK_N):

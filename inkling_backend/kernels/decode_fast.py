@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -178,8 +179,11 @@ def _decode_fast_kernel(
     V: tl.constexpr,
 ):
     tl.static_assert(K.page % BLOCK_N == 0 and K.dim == K.pad and V.dim == V.pad)
-    CK: tl.constexpr = classes(K.fmt)
-    CV: tl.constexpr = classes(V.fmt)
+    # A field that is a string is a constant for a callee only under a name of its own.
+    K_FMT: tl.constexpr = K.fmt
+    V_FMT: tl.constexpr = V.fmt
+    CK: tl.constexpr = classes(K_FMT)
+    CV: tl.constexpr = classes(V_FMT)
     WK: tl.constexpr = K.dim // CK
     WV: tl.constexpr = V.dim // CV
     scale_log2 = sm_scale_log2
@@ -201,13 +205,13 @@ def _decode_fast_kernel(
         end = tl.load(work_ptr + 3 * work + 2)
         table_ptr = page_table_ptr + request.to(tl.int64) * MAX_PAGES
         row = request.to(tl.int64) * (K.heads * GROUP) + head * GROUP + i_m  # [M]
-        if K.fmt == "bf16":
+        if K_FMT == "bf16":
             p_q = q_ptr + (row * K.dim)[None, :] + tl.arange(0, K.dim)[:, None]
             q = (tl.load(p_q, mask=m_m[None, :], other=0.0),)
             scale = tl.zeros([BLOCK_M], tl.float32) + scale_log2
         else:
             q, down = _scaled_query(q_ptr, q_scale_ptr, row, m_m, QUANTIZED, K.dim, CK)
-            scale = down * (scale_log2 * unshift(K.fmt))
+            scale = down * (scale_log2 * unshift(K_FMT))
 
         top = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
         total = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -217,13 +221,13 @@ def _decode_fast_kernel(
             first = tl.multiple_of(tile % K.page, BLOCK_N)
             slot = page * K.page + first
             t = first + i_n
-            k = unpack(k_words.load([slot, head * WK]), K.fmt)
+            k = unpack(k_words.load([slot, head * WK]), K_FMT)
             if K.block > 0:
                 SK: tl.constexpr = K.dim // K.block
                 p_scale = k_scale_ptr + (page.to(tl.int64) * K.heads + head) * (K.page * SK)
                 p_scale += ((t % 32) * K.s_lo + (t // 32) * K.s_hi)[:, None]
                 factor = scale_factors(
-                    tl.load(p_scale + (tl.arange(0, SK) * K.s_blk)[None, :]), K.fmt
+                    tl.load(p_scale + (tl.arange(0, SK) * K.s_blk)[None, :]), K_FMT
                 )
                 factor = tl.broadcast_to(factor[:, :, None], (BLOCK_N, SK, WK // SK))
                 k = multiply(k, tl.reshape(factor, (BLOCK_N, WK)))
@@ -235,13 +239,13 @@ def _decode_fast_kernel(
             p = exp2(s * scale[None, :] - new_top[None, :])
             alpha = exp2(top - new_top)
             total = total * alpha + tl.sum(p, 0)
-            v = unpack(v_words.load([slot, head * WV]).T, V.fmt)
+            v = unpack(v_words.load([slot, head * WV]).T, V_FMT)
             if V.block > 0:
                 SV: tl.constexpr = V.dim // V.block
                 p_scale = v_scale_ptr + (page.to(tl.int64) * K.heads + head) * (K.page * SV)
                 p_scale += ((t % 32) * V.s_lo + (t // 32) * V.s_hi)[None, :]
                 factor = scale_factors(
-                    tl.load(p_scale + (tl.arange(0, SV) * V.s_blk)[:, None]), V.fmt
+                    tl.load(p_scale + (tl.arange(0, SV) * V.s_blk)[:, None]), V_FMT
                 )
                 factor = tl.broadcast_to(factor[:, None, :], (SV, WV // SV, BLOCK_N))
                 v = multiply(v, tl.reshape(factor, (WV, BLOCK_N)))
@@ -251,12 +255,12 @@ def _decode_fast_kernel(
         part = work.to(tl.int64) * (K.heads * GROUP) + head * GROUP + i_m  # [M]
         finished = (start == 0) & (end == tl.load(seq_lens_ptr + request))
         if _all_finite(acc, total):
-            factor_v = v_global * unshift(V.fmt)
+            factor_v = v_global * unshift(V_FMT)
             if finished:
                 _store(out_ptr, row, acc, factor_v / total, m_m, V.dim)
             else:
-                factor_v += tl.zeros([BLOCK_M], tl.float32)
-                _store(partial_ptr, part, acc, factor_v, m_m, V.dim)
+                factors = tl.zeros([BLOCK_M], tl.float32) + factor_v
+                _store(partial_ptr, part, acc, factors, m_m, V.dim)
                 tl.store(top_ptr + part, top, mask=m_m)
                 tl.store(total_ptr + part, total, mask=m_m)
         else:
@@ -391,6 +395,8 @@ def compile_cases() -> Iterator[CompileCase]:
             "sm_scale_log2": "fp32",
         }
         constants = _constants(example.layout, example.group, 1024)
-        yield compile_case(
+        case = compile_case(
             _decode_fast_kernel, example, signature, constants, config, capability=(9, 0)
         )
+        # One warp holds 255 registers on SM100 and SM120, too; the exact path, rarely taken, spills.
+        yield replace(case, spill_bytes=128)

@@ -68,6 +68,7 @@ def _extend_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
 ):
+    V_PAD: tl.constexpr = V.pad
     # The last rows see most and so start first; heads are neighbours.
     head = tl.program_id(0) % K.heads
     request = tl.program_id(0) // K.heads % batch
@@ -97,7 +98,7 @@ def _extend_kernel(
 
     row = (q_start + token).to(tl.int64) * (K.heads * GROUP) + head * GROUP + i_row % GROUP  # [M]
     q = load_query(q_ptr, q_scale_ptr, row, m_row, QUANTIZED, K.dim, K.pad)
-    acc = tl.zeros([BLOCK_M, V.pad], dtype=tl.float32)
+    acc = tl.zeros([BLOCK_M, V_PAD], dtype=tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
     dirty = tl.zeros([BLOCK_N], dtype=tl.int32)
@@ -124,7 +125,7 @@ def _extend_kernel(
             v = load_rows(v_ptr, v_scale_ptr, slot, head, live, V)  # [N, DV]
             seen = to_bf16(tl.where(pos_k[None, :] <= pos_q[:, None], 1.0, 0.0))
             bad = to_bf16(tl.where(_finite(to_float32(v)), 0.0, 1.0))
-            hits = dot(seen, bad, tl.zeros([BLOCK_M, V.pad], dtype=tl.float32))
+            hits = dot(seen, bad, tl.zeros([BLOCK_M, V_PAD], dtype=tl.float32))
             acc = tl.where(hits > 0.0, float("nan"), acc)
     # And an Inf that a row saw in a whole tile ends like that, too.
     acc = tl.where(_finite(acc), acc, float("nan"))

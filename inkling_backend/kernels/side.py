@@ -10,7 +10,10 @@ from inkling_backend.formats.layout import CacheLayout, SideLayout
 
 
 class Side(NamedTuple):
-    """Geometry of one side of a cache; a ``tl.constexpr`` argument, whose fields are constants too.
+    """Geometry of one side of a cache; a ``tl.constexpr`` argument.
+
+    Its fields are numbers and strings for Triton; where it wants a constant (the shape of a tensor,
+    a string for a callee) they need a ``tl.constexpr`` name.
 
     fmt:      ``Format.name``.
     dim:      head_dim, elements of a row.

@@ -66,7 +66,7 @@ def _store_side(
     m_t = m_t & (slot > 0) & (slot < num_slots)
     x = _load_tile(x_ptr, i_t, head, stride_t, stride_h, m_t, SIDE.dim, SIDE.pad)
     global_scale = tl.load(global_ptr) if SIDE.fmt == "nvfp4" else 1.0
-    data, scale = encode(x, global_scale, SIDE.fmt, SIDE.block)
+    data, scale = encode(x, global_scale, SIDE)
     store_rows(data_ptr, scale_ptr, slot, head, m_t, data, scale, SIDE)
 
 
@@ -135,7 +135,7 @@ def store_kernel(
         if Q is not None:
             head = i_h - 2 * K.heads
             x = _load_tile(q_ptr, i_t, head, q_stride_t, q_stride_h, m_t, Q.dim, Q.pad)
-            data, scale = encode(x, 1.0, Q.fmt, Q.block)
+            data, scale = encode(x, 1.0, Q)
             store_rows(q_data_ptr, q_scale_ptr, i_t, head, m_t, data, scale, Q)
 
 

@@ -16,8 +16,8 @@ from integration.launch import RECIPES, options
 # Engines side by side on one GPU: most of a start is imports and compilation on the CPU.
 WORKERS = 4
 QUESTION = "What is the capital of France?"
-# The answer is begun for the model. By itself it gives 'The' 18 % and 'L' (of a French answer) 14 %,
-# which rounding decides; ' Paris' after this has 96 %.
+# The answer is begun for the model. By itself it gives 'The' 18 % and 'L' (of a French answer)
+# 14 %, which rounding decides; ' Paris' after this has 96 %.
 BEGUN = "The capital of France is"
 NEW_TOKENS = 32
 # 8 is a captured size, so the padded batch of a graph is the batch of an eager run: equal tokens

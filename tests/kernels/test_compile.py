@@ -9,8 +9,6 @@ import pytest
 from inkling_backend.kernels.arch import CHECKED_CAPABILITIES, shared_memory_limit
 from tests.kernels.compile_check import all_cases, check
 
-# ptxas trades a few spilled bytes for a lower register count by itself, outside the loops.
-MOST_SPILLED = 64
 ARCHES = {major * 10 + minor: (major, minor) for major, minor in CHECKED_CAPABILITIES}
 
 
@@ -41,7 +39,7 @@ def test_compiles_and_fits(
     assert "error" not in row, row["error"]
     assert row["shared"] <= shared_memory_limit(ARCHES[arch])
     spilled = f"{row['stack']} bytes a thread spilled, {row['registers']} registers"
-    assert row["stack"] <= MOST_SPILLED, spilled
+    assert row["stack"] <= all_cases()[name].spill_bytes, spilled
     assert row["ftz"] == 0, "float32 subnormals would be flushed"
 
 
