@@ -398,5 +398,5 @@ def compile_cases() -> Iterator[CompileCase]:
         case = compile_case(
             _decode_fast_kernel, example, signature, constants, config, capability=(9, 0)
         )
-        # One warp holds 255 registers on SM100 and SM120, too; the exact path, rarely taken, spills.
+        # A warp has at most 255 registers; where the fast path fills them, the exact one spills.
         yield replace(case, spill_bytes=128)
