@@ -89,7 +89,7 @@ def quant_store_kv_mxfp8(
             pages of slots.
         sfk, sfv: contiguous, one byte per block, uint8 or float8_e8m0fnu of any shape; the order
             is ``(page, head, slot % 32, slot % page_size // 32, block)``.
-        page_size: slots per page.
+        page_size: slots per page, a power of two from 32 on.
 
     Raises:
         InvalidTensorError: a ValueError naming the tensor that does not fit.

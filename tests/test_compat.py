@@ -83,6 +83,25 @@ def test_quant_store_recorded(
         assert_same(got, want)
 
 
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+def test_quant_store_takes_larger_pages(
+    kernels: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INKLING_KERNELS", kernels)
+    page, slot, heads = 256, 256 + 100, 2
+    rows = torch.randn(1, heads, 64, generator=torch.Generator().manual_seed(0)).to(device)
+    data = [torch.zeros(2, page, heads, 64, dtype=torch.uint8, device=device) for _ in "kv"]
+    scales = [torch.zeros(2 * heads * page * 2, dtype=torch.uint8, device=device) for _ in "kv"]
+    loc = torch.tensor([slot], device=device)
+    ib.quant_store_kv_mxfp8(rows, rows, loc, *data, *scales, page_size=page)
+    want = ib.to_mxfp8(rows[0])
+    for got, scale in zip(data, scales, strict=True):
+        assert torch.equal(got[1, 100], want.data.view(torch.uint8))
+        # (page, head, slot % 32, slot % page // 32, block)
+        ordered = scale.view(2, heads, 32, page // 32, 2)
+        assert torch.equal(ordered[1, :, 100 % 32, 100 // 32], want.scale)
+
+
 def test_quant_store_takes_flat_scales_strided_rows_and_negative_slots(device: str) -> None:
     gen = torch.Generator().manual_seed(0)
     qkv = torch.randn(5, 6, 64, generator=gen).bfloat16().to(device)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from inkling_backend.formats import Format, get_format
-from inkling_backend.formats.layout import CacheLayout
+from inkling_backend.formats.layout import PAGE_SIZES, CacheLayout, page_size_reason
 from inkling_backend.kernels.arch import MIN_CAPABILITY, Capability, supports
 from inkling_backend.kernels.configs import MAX_GROUP
 
@@ -72,6 +72,8 @@ def reasons_against(
 ) -> list[str]:
     """`requirements` before there is a layout, which refuses some of these by an exception."""
     reasons = CacheLayout.reasons_against(k_format, v_format, k_head_dim, v_head_dim, page_size)
+    if page_size not in PAGE_SIZES and page_size_reason(page_size) not in reasons:
+        reasons.append(page_size_reason(page_size))
     if num_kv_heads < 1 or num_q_heads < 1 or num_q_heads % num_kv_heads:
         reasons.append(
             f"{num_q_heads} query heads are no multiple of {num_kv_heads} KV heads: "

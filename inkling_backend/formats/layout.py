@@ -16,8 +16,17 @@ import torch
 from inkling_backend.errors import InvalidTensorError, UnsupportedError
 from inkling_backend.formats.spec import Format
 
+# Tokens of a page that attention serves. Storing alone takes any power of two from 32 on.
 PAGE_SIZES = (32, 64, 128)
 DEFAULT_PAGE_SIZE = 128
+
+
+def page_size_reason(page_size: int) -> str:
+    """Why a server cannot have pages of this size, and what to do."""
+    return (
+        f"page size {page_size} is not supported: set --page-size to one of "
+        f"{', '.join(map(str, PAGE_SIZES))} (unset means {DEFAULT_PAGE_SIZE})"
+    )
 
 
 @dataclass(frozen=True)
@@ -75,11 +84,8 @@ class CacheLayout:
         reasons = k_format.reasons_against(k_head_dim, "head_dim" if same else "head_dim of K")
         if not same:
             reasons += v_format.reasons_against(v_head_dim, "head_dim of V")
-        if page_size not in PAGE_SIZES:
-            reasons.append(
-                f"page size {page_size} is not supported: set --page-size to one of "
-                f"{', '.join(map(str, PAGE_SIZES))} (unset means {DEFAULT_PAGE_SIZE})"
-            )
+        if page_size < min(PAGE_SIZES) or page_size & (page_size - 1):
+            reasons.append(page_size_reason(page_size))
         return reasons
 
     @property

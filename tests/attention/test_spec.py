@@ -62,6 +62,24 @@ def test_all_faults_at_once() -> None:
     assert all(word in reason for word, reason in zip(words, reasons, strict=True))
 
 
+@pytest.mark.parametrize("page_size", [1, 16, 96, 256])
+def test_pages_that_attention_does_not_serve(page_size: int) -> None:
+    reasons = reasons_against(
+        num_q_heads=8,
+        num_kv_heads=2,
+        k_format=MXFP8,
+        v_format=MXFP8,
+        k_head_dim=64,
+        v_head_dim=64,
+        page_size=page_size,
+        dtype=torch.bfloat16,
+        quantize_query=True,
+        capability=(9, 0),
+    )
+    assert len(reasons) == 1
+    assert f"page size {page_size} is not supported" in reasons[0]
+
+
 def test_a_runner_refuses_with_every_reason() -> None:
     spec = make_spec(heads=(9, 2), dtype=torch.float32)
     with pytest.raises(UnsupportedError) as error:
