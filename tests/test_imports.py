@@ -30,7 +30,8 @@ ALLOWED: dict[str, set[str]] = {
         *("errors", "env", "formats", "reference", "kernels", "cache", "attention"),
         *("compat", "engines"),
     },
-    "cli": {"errors", "env", "formats", "cache", "attention", "engines", "bench"},
+    "cli": {"errors", "env", "formats", "kernels", "cache", "attention", "engines", "bench"},
+    "__main__": {"cli"},
 }
 ENGINES = {"sglang", "vllm", "sgl_kernel"}
 MODULES = sorted(PACKAGE.rglob("*.py"))

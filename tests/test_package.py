@@ -131,3 +131,16 @@ print(*[point.value for point in entry_points(group="sglang.srt.plugins")])
 """
     shown = run(fresh, "-c", program, cwd=tmp_path).split()
     assert shown == ["inkling_backend.engines.sglang.plugin:register"]
+
+
+def test_command_line_names_the_libraries_it_lacks(fresh: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [fresh.parent / "inkling-backend", "doctor"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "pip install 'inkling-backend[bench]'" in done.stderr
+    assert "Traceback" not in done.stderr

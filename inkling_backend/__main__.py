@@ -1,0 +1,5 @@
+"""``python -m inkling_backend``: the command line."""
+
+from inkling_backend.cli import main
+
+main()
