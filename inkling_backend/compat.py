@@ -115,8 +115,7 @@ def quant_store_kv_mxfp8(
         k_scale=_as_buffer("sfk", sfk, layout.scale_shape(layout.k, pages)),
         v_scale=_as_buffer("sfv", sfv, layout.scale_shape(layout.v, pages)),
     )
-    choice = env.kernels()
-    if choice == "triton" or (choice == "auto" and k_cache.is_cuda):
+    if env.implementation(k_cache.device.type) == "triton":
         from inkling_backend.kernels.store import store as kernel_store
 
         kernel_store(k, v, loc, cache)

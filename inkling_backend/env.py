@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from typing import Literal
 
 from inkling_backend.errors import EnvironmentVariableError
+
+Implementation = Literal["triton", "reference"]
 
 _KERNELS = ("auto", "triton", "reference")
 
@@ -19,3 +22,11 @@ def kernels() -> str:
     if value not in _KERNELS:
         raise EnvironmentVariableError("INKLING_KERNELS", value, _KERNELS)
     return value
+
+
+def implementation(device_type: str) -> Implementation:
+    """What runs on tensors of this kind of device (``torch.device.type``), by `kernels`."""
+    wanted = kernels()
+    if wanted == "reference" or (wanted == "auto" and device_type != "cuda"):
+        return "reference"
+    return "triton"

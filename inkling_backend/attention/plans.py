@@ -29,11 +29,6 @@ class DecodePlan:
     split_indptr: torch.Tensor
     work: torch.Tensor
 
-    @property
-    def rows(self) -> int:
-        """Query rows."""
-        return self.batch
-
 
 @dataclass(frozen=True)
 class ExtendPlan:

@@ -10,7 +10,7 @@ device when the graph replays.
 from __future__ import annotations
 
 import math
-from typing import Literal, Protocol, overload
+from typing import Protocol, overload
 
 import torch
 
@@ -22,8 +22,6 @@ from inkling_backend.errors import InvalidTensorError, UnsupportedError
 from inkling_backend.formats import Query
 from inkling_backend.formats.layout import LayerCache
 from inkling_backend.kernels.arch import capability_of
-
-Implementation = Literal["triton", "reference"]
 
 
 class _Path(Protocol):
@@ -69,14 +67,6 @@ class _Path(Protocol):
     ) -> None: ...
 
 
-def _choose(device: torch.device) -> Implementation:
-    """The implementation for tensors of this device (``INKLING_KERNELS``)."""
-    wanted = env.kernels()
-    if wanted == "reference" or (wanted == "auto" and device.type != "cuda"):
-        return "reference"
-    return "triton"
-
-
 class AttentionRunner:
     """Attention of one model over block-scaled pages.
 
@@ -111,7 +101,7 @@ class AttentionRunner:
         self.spec = spec
         self.max_batch = max_batch
         self.max_context = min(max_context, max_tokens)
-        self.implementation: Implementation = _choose(self.device)
+        self.implementation = env.implementation(self.device.type)
         self._path: _Path
         if self.implementation == "triton":
             from inkling_backend.attention.triton_path import TritonPath

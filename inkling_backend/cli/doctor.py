@@ -12,7 +12,7 @@ import torch
 
 from inkling_backend.errors import InklingError
 from inkling_backend.formats import RECIPES
-from inkling_backend.kernels.arch import MIN_CAPABILITY, supports
+from inkling_backend.kernels.arch import MIN_CAPABILITY, loads_tiles, supports
 
 ENTRY_POINTS = "sglang.srt.plugins"
 PLUGIN = "inkling"
@@ -110,6 +110,6 @@ def _kernels() -> Check:
     recipes = ", ".join(RECIPES)
     if importlib.util.find_spec("triton") is None or not torch.cuda.is_available():
         return Check("kernels", True, False, f"plain torch (reference) for {recipes}")
-    fast = torch.cuda.get_device_capability() >= (9, 0)
+    fast = loads_tiles(torch.cuda.get_device_capability())
     decode = "decode_fast" if fast else "decode"
     return Check("kernels", True, False, f"store, {decode}, extend for {recipes}")

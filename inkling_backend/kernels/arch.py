@@ -7,6 +7,8 @@ import torch
 Capability = tuple[int, int]
 
 MIN_CAPABILITY: Capability = (8, 0)
+# The oldest with a tensor memory accelerator, which loads whole tiles asynchronously.
+ASYNC_TILES_CAPABILITY: Capability = (9, 0)
 
 _KIB = 1024
 _SMALLEST_SHARED = 99 * _KIB
@@ -36,6 +38,11 @@ def capability_of(device: torch.device) -> Capability | None:
 def supports(capability: Capability) -> bool:
     """Whether the kernels run on such a GPU."""
     return capability >= MIN_CAPABILITY
+
+
+def loads_tiles(capability: Capability) -> bool:
+    """Whether such a GPU has a tensor memory accelerator."""
+    return capability >= ASYNC_TILES_CAPABILITY
 
 
 def shared_memory_limit(capability: Capability) -> int:

@@ -10,7 +10,6 @@ import torch
 
 from inkling_backend.formats import FORMATS, Query, get_format
 from inkling_backend.formats.layout import CacheLayout, LayerCache
-from inkling_backend.kernels.arch import MIN_CAPABILITY, Capability
 from inkling_backend.kernels.compile_case import CompileCase
 from inkling_backend.kernels.configs import KernelConfig
 from inkling_backend.kernels.side import Side
@@ -93,14 +92,12 @@ def compile_case(
     signature: dict[str, str],
     constants: dict[str, Any],
     config: KernelConfig,
-    capability: Capability = MIN_CAPABILITY,
 ) -> CompileCase:
     """The case of one attention kernel for one example.
 
     Args:
         signature: types of the run-time arguments behind `cache_arguments`.
         constants: constexprs but for QUANTIZED.
-        capability: the oldest GPU it is for.
     """
     signature = {**example.signature(), **signature}
     absent = {name: None for name, kind in signature.items() if kind == "constexpr"}
@@ -112,5 +109,4 @@ def compile_case(
         constexprs={**constants, **absent, "QUANTIZED": example.quantized},
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        capability=capability,
     )

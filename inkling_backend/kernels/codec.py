@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-# The interpreter truncates float32 -> bfloat16 where the hardware rounds to nearest even.
-_SOFT_BF16 = tl.constexpr(bool(knobs.runtime.interpret))
+# Whether Triton interprets. Then float32 -> bfloat16 truncates, where the hardware rounds to
+# nearest even, and there is no bfloat16 arithmetic.
+INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 
 _INF_BITS = tl.constexpr(0x7F800000)
 _ABS_BITS = tl.constexpr(0x7FFFFFFF)
@@ -54,7 +55,7 @@ def _round_bf16(x):
 @triton.jit
 def to_bf16(x):
     """float32 to bfloat16, nearest even, with one conversion where there is hardware for it."""
-    if _SOFT_BF16:
+    if INTERPRETED:
         return _round_bf16(x)
     else:
         return x.to(tl.bfloat16)

@@ -25,6 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from inkling_backend.formats import Query
 from inkling_backend.formats.layout import CacheLayout, LayerCache, SideLayout
+from inkling_backend.kernels.arch import ASYNC_TILES_CAPABILITY, Capability, loads_tiles
 from inkling_backend.kernels.arguments import (
     cache_arguments,
     cache_constants,
@@ -309,12 +310,12 @@ def _words(side: SideLayout, data: torch.Tensor, block_n: int) -> TensorDescript
 
 
 def fits(
-    layout: CacheLayout, group: int, dtype: torch.dtype, capability: tuple[int, int] | None
+    layout: CacheLayout, group: int, dtype: torch.dtype, capability: Capability | None
 ) -> bool:
     """Whether this kernel serves such a model on such a GPU; `decode.decode` serves the others."""
     return (
         capability is not None
-        and capability >= (9, 0)
+        and loads_tiles(capability)
         and group <= MAX_GROUP
         and layout.page_size % BLOCK_N == 0
         and {layout.k_head_dim, layout.v_head_dim} <= {64, 128, 256}
@@ -375,7 +376,7 @@ def compile_cases() -> Iterator[CompileCase]:
     """What launches of this module compile to, over `arguments.examples`."""
     for example in examples():
         dtype = torch.bfloat16 if example.dtype == "bf16" else torch.float16
-        if not fits(example.layout, example.group, dtype, (9, 0)):
+        if not fits(example.layout, example.group, dtype, ASYNC_TILES_CAPABILITY):
             continue
         config = fast_decode_config(example.layout)
         sides = (("k_words", example.layout.k), ("v_words", example.layout.v))
@@ -395,8 +396,6 @@ def compile_cases() -> Iterator[CompileCase]:
             "sm_scale_log2": "fp32",
         }
         constants = _constants(example.layout, example.group, 1024)
-        case = compile_case(
-            _decode_fast_kernel, example, signature, constants, config, capability=(9, 0)
-        )
+        case = compile_case(_decode_fast_kernel, example, signature, constants, config)
         # A warp has at most 255 registers; where the fast path fills them, the exact one spills.
-        yield replace(case, spill_bytes=128)
+        yield replace(case, capability=ASYNC_TILES_CAPABILITY, spill_bytes=128)

@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton import knobs
 
-from inkling_backend.kernels.codec import to_bf16, to_float32
-
-INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
+from inkling_backend.kernels.codec import INTERPRETED, to_bf16, to_float32
 
 
 @triton.jit
