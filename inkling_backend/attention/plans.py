@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:  # importing it needs Triton
+    from inkling_backend.kernels.plan import WorkList
 
 
 @dataclass(frozen=True)
@@ -17,17 +21,13 @@ class DecodePlan:
             length.
         seq_lens: ``[batch]`` int32, on the device, the new token included. 0 for a row that is
             padding: its output is zero.
-        split_indptr: ``[batch + 1]`` int32, on the device: a request's first work item.
-        work: ``[items, 2]`` int32, on the device: (request, split).
-
-    The last two are empty for the reference implementation.
+        work: what the decode kernels have to do; None for the reference implementation.
     """
 
     batch: int
     page_table: torch.Tensor
     seq_lens: torch.Tensor
-    split_indptr: torch.Tensor
-    work: torch.Tensor
+    work: WorkList | None
 
 
 @dataclass(frozen=True)

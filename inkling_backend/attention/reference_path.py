@@ -26,8 +26,7 @@ class ReferencePath:
         self, slot_table: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, batch: int
     ) -> DecodePlan:
         page_table, seq_lens = self._tables(slot_table, rows[:batch], seq_lens[:batch])
-        none = seq_lens.new_empty(0)
-        return DecodePlan(batch, page_table, seq_lens, none, none)
+        return DecodePlan(batch, page_table, seq_lens, None)
 
     def plan_extend(
         self,

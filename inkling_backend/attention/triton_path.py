@@ -14,10 +14,11 @@ from inkling_backend.formats.layout import LayerCache
 from inkling_backend.kernels import plan as planner
 from inkling_backend.kernels.arch import capability_of
 from inkling_backend.kernels.configs import split_rule
-from inkling_backend.kernels.decode import Partial, decode
+from inkling_backend.kernels.decode import DecodeCall, Partial, decode
 from inkling_backend.kernels.decode_fast import decode_fast, fits
 from inkling_backend.kernels.extend import extend
 from inkling_backend.kernels.merge import merge
+from inkling_backend.kernels.plan import WorkList
 from inkling_backend.kernels.store import store
 
 
@@ -36,8 +37,8 @@ class TritonPath:
         self._max_context = max_context
         fast = fits(layout, spec.group, spec.dtype, capability_of(device))
         self._decode = decode_fast if fast else decode
-        self._rule = split_rule(spec.num_q_heads, layout, max_batch)
-        items = max_batch * self._rule.most_splits(max_context)
+        self._rule = split_rule(spec.num_q_heads, layout, max_batch, max_context, chunked=fast)
+        items = self._rule.most_items
         max_pages = -(-max_context // layout.page_size)
 
         def ints(*shape: int) -> torch.Tensor:
@@ -45,19 +46,12 @@ class TritonPath:
 
         self._decode_pages = ints(max_batch, max_pages)
         self._decode_lens = ints(max_batch)
-        self._split_indptr = ints(max_batch + 1)
-        self._work = ints(items, 3)
+        self._work = WorkList(ints(max_batch + 1), ints(1), ints(items, 4))
         self._extend_pages = ints(max_batch, max_pages)
         self._extend_lens = ints(max_batch)
         self._qo_indptr = ints(max_batch + 1)
 
-        def floats(*shape: int) -> torch.Tensor:
-            return torch.empty(shape, dtype=torch.float32, device=device)
-
-        heads = spec.num_q_heads
-        self._partial = Partial(
-            floats(items, heads, layout.v_head_dim), floats(items, heads), floats(items, heads)
-        )
+        self._partial = Partial.empty(items, spec.num_q_heads, layout.v_head_dim, device)
 
     @property
     def kernels(self) -> str:
@@ -68,7 +62,7 @@ class TritonPath:
     def workspace_bytes(self) -> int:
         """Bytes of all buffers held."""
         tensors = [t for t in vars(self).values() if isinstance(t, torch.Tensor)]
-        return sum(t.nbytes for t in (*tensors, *self._partial))
+        return sum(t.nbytes for t in (*tensors, *self._work, *self._partial))
 
     def plan_decode(
         self, slot_table: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, batch: int
@@ -83,16 +77,9 @@ class TritonPath:
             rule=self._rule,
             page_table=self._decode_pages,
             seq_lens_out=self._decode_lens,
-            split_indptr=self._split_indptr,
             work=self._work,
         )
-        return DecodePlan(
-            batch,
-            self._decode_pages[:batch],
-            self._decode_lens[:batch],
-            self._split_indptr[: batch + 1],
-            self._work,
-        )
+        return DecodePlan(batch, self._decode_pages[:batch], self._decode_lens[:batch], self._work)
 
     def plan_extend(
         self,
@@ -156,16 +143,16 @@ class TritonPath:
                 sm_scale=sm_scale,
             )
             return
-        self._decode(
+        assert plan.work is not None
+        call = DecodeCall(
             query,
             cache,
-            page_table=plan.page_table,
-            seq_lens=plan.seq_lens,
-            split_indptr=plan.split_indptr,
-            work=plan.work,
-            batch=plan.batch,
-            partial=self._partial,
-            out=out,
-            sm_scale=sm_scale,
+            plan.page_table,
+            plan.work,
+            plan.batch,
+            self._partial,
+            out,
+            sm_scale,
         )
-        merge(self._partial, plan.split_indptr, batch=plan.batch, out=out)
+        self._decode(call)
+        merge(call)

@@ -16,11 +16,29 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# E8M0 bytes with float16 factors: e in [-28, 11] for MXFP8 and [-15, 9] for KVFP4. Beyond that an
-# MXFP8 value may still overflow, which gives Inf, too.
-_MXFP8_ZERO_BYTE = tl.constexpr(19)
-_MXFP8_LOWEST_BYTE = tl.constexpr(99)
-_MXFP8_SHIFT = tl.constexpr(4)
+
+def _e8m0(lowest_byte: int, lowest_field: int) -> str:
+    """Four E8M0 bytes to float16, two a register, with ``lowest_byte`` at ``lowest_field``.
+
+    Exponent fields end at 31, which is Inf. Bytes below the lowest wrap around and end there, too.
+    """
+    below = -lowest_byte & 0xFFFF
+    most = 31 - lowest_field
+    return f"""{{
+        .reg .b32 a, b, below, most;
+        mov.b32 below, {below << 16 | below:#x}; mov.b32 most, {most << 16 | most:#x};
+        prmt.b32 a, $2, 0, 0x4140; prmt.b32 b, $2, 0, 0x4342;
+        add.u16x2 a, a, below; add.u16x2 b, b, below;
+        min.u16x2 a, a, most; min.u16x2 b, b, most;
+        mad.lo.u32 $0, a, 1024, {lowest_field << 26 | lowest_field << 10:#x};
+        mad.lo.u32 $1, b, 1024, {lowest_field << 26 | lowest_field << 10:#x};
+        }}"""
+
+
+# Both give 2**(e + 6). MXFP8 takes e in [-20, 9]; up to e = 1, a largest value of 896, no value
+# overflows. KVFP4 takes [-15, 9], so that the smallest code is a float16.
+_MXFP8_SCALES = tl.constexpr(_e8m0(107, 1))
+_KVFP4_SCALES = tl.constexpr(_e8m0(112, 6))
 
 
 @triton.constexpr_function
@@ -32,7 +50,7 @@ def classes(fmt):
 @triton.constexpr_function
 def unshift(fmt):
     """What undoes the power of two by which decoded values are off."""
-    return {"bf16": 1.0, "mxfp8": 2.0**-4, "nvfp4": 2.0**14, "kvfp4": 2.0**8}[fmt]
+    return {"bf16": 1.0, "mxfp8": 2.0**-6, "nvfp4": 2.0**14, "kvfp4": 2.0**8}[fmt]
 
 
 @triton.jit
@@ -94,23 +112,17 @@ def unpack(words, FMT: tl.constexpr):
 def scale_factors(scale, FMT: tl.constexpr):
     """uint8 scale bytes -> float16 factors: the scale times a power of two, Inf if out of range."""
     if FMT == "mxfp8":
-        byte = scale.to(tl.int32)
-        above = (byte - _MXFP8_LOWEST_BYTE).to(tl.uint32, bitcast=True)  # below: wraps around
-        above = tl.minimum(above, 60).to(tl.int32, bitcast=True)
-        bits = (above + (_MXFP8_LOWEST_BYTE + _MXFP8_SHIFT)) << 23
-        bits = tl.where(byte == _MXFP8_ZERO_BYTE, 0, bits)
-        return bits.to(tl.float32, bitcast=True).to(tl.float16)
-    elif FMT == "kvfp4":
-        # 2**(e + 6): exponent field byte - 106, at most 31 (Inf); smaller bytes wrap around.
         return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, b, low, most;
-            mov.b32 low, 0xFF90FF90; mov.b32 most, 0x00190019;
-            prmt.b32 a, $2, 0, 0x4140; prmt.b32 b, $2, 0, 0x4342;
-            add.u16x2 a, a, low; add.u16x2 b, b, low;
-            min.u16x2 a, a, most; min.u16x2 b, b, most;
-            mad.lo.u32 $0, a, 1024, 0x18001800; mad.lo.u32 $1, b, 1024, 0x18001800;
-            }""",
+            _MXFP8_SCALES,
+            "=r,=r,r",
+            [scale],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=4,
+        )
+    elif FMT == "kvfp4":
+        return tl.inline_asm_elementwise(
+            _KVFP4_SCALES,
             "=r,=r,r",
             [scale],
             dtype=tl.float16,

@@ -6,27 +6,38 @@ Nothing here may look at a batch: the same request must run the same arithmetic 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from inkling_backend.formats.layout import CacheLayout
 
+# Query heads that one KV head may serve: their rows must fit one tile of 64 rows. `decode_fast`
+# takes groups that cost it no registers.
+MAX_GROUP, MAX_FAST_GROUP = 64, 16
+
 # Splits are cut at multiples of this many tokens: of every kernel's KV tile.
 SPLIT_STEP = 64
 
-# Query heads that one KV head may serve: their rows must fit one tile of 64 rows.
-MAX_GROUP = 64
-
-# Tokens of a split: below 256 it costs more to merge than it gains; above 1024 the start of a
-# program no longer counts, and finer pieces balance better (H200, 8 KV heads; 64 x 8k, 1 x 128k).
+# `decode`, tokens of a split: below 256 it costs more to merge than it gains; above 1024 the start
+# of a program no longer counts, and finer pieces balance better (H200, 8 KV heads).
 MIN_SPLIT_TOKENS, MAX_SPLIT_TOKENS = 256, 1024
 
 # Programs that a request should give before its splits grow: one for each SM of an H200, about.
 # A constant, not the device's count: a result must not change with the device it ran on.
 SPLIT_PROGRAMS = 128
 
-# Pieces of one request at most: the merge reads their sums as one vector.
-FEWEST_SPLITS, MOST_SPLITS = 8, 128
+# `decode_fast`, tokens of a chunk and of a split. A work item takes about 3 us to begin and end:
+# 1024 tokens hide that, 256 are quicker where they are needed to fill the GPU.
+CHUNK_TOKENS, CHUNKED_SPLIT_TOKENS = 256, 1024
+SPLIT_CHUNKS = CHUNKED_SPLIT_TOKENS // CHUNK_TOKENS
+
+# Chunks times KV heads of a batch up to which its chunks are work items: an H200 runs a thousand at
+# once, and two rounds of chunks are quicker than one round of splits that leaves half of it idle.
+CHUNK_PROGRAMS = 2048
+
+# Programs of a merge launch, about: an H200 starts two thousand in a microsecond.
+MERGE_PROGRAMS = 2048
 
 # Bytes that partial results may take before splits are made coarser.
 PARTIAL_BYTES = 512 << 20
@@ -35,50 +46,58 @@ PARTIAL_BYTES = 512 << 20
 PROGRAMS_WITHOUT_GPU = 3
 
 
-@dataclass(frozen=True)
-class SplitRule:
-    """How the KV of one request is cut for decode: by its own length alone.
+class SplitRule(NamedTuple):
+    """How the KV of one request is cut for decode; a ``tl.constexpr`` argument of the plan.
+
+    The result is a sum over splits, cut by the request's own length alone. A split may be a sum
+    over chunks, added in order wherever it happens: by the work item that computes the split, or,
+    in a small batch whose work items are chunks, by the merge. So bits never depend on the batch.
+
+    There is one exception: a batch that would need more than ``most_items`` work items has its
+    splits doubled until it does not. That takes lengths which sum to many times what a GPU holds.
 
     Attributes:
         min_tokens: tokens of the shortest split, a multiple of ``step``.
-        max_splits: no request is cut into more pieces; splits grow with the length instead.
-        target: pieces that a request should have before its splits grow beyond ``min_tokens``.
-        max_tokens: up to which they grow for that.
-        step: splits are multiples of this many tokens.
+        max_tokens: tokens of the longest, likewise.
+        target: splits that a request should have before they grow beyond ``min_tokens``.
+        step: splits are multiples of this many tokens, a chunk if there are chunks.
+        most_items: work items that buffers have room for; no fewer than requests.
+        most_chunks: chunks of a batch up to which they are its work items; 0 if splits always are.
     """
 
     min_tokens: int
-    max_splits: int
-    target: int = MOST_SPLITS
-    max_tokens: int = MAX_SPLIT_TOKENS
-    step: int = SPLIT_STEP
+    max_tokens: int
+    target: int
+    step: int
+    most_items: int
+    most_chunks: int = 0
 
     def split_tokens(self, length: int) -> int:
         """Tokens of one split of a request of ``length`` tokens (`plan.split_tokens` in Python)."""
-        wanted = min(max(-(-length // self.target), self.min_tokens), self.max_tokens)
-        tokens = max(wanted, -(-length // self.max_splits))
+        tokens = min(max(-(-length // self.target), self.min_tokens), self.max_tokens)
         return -(-tokens // self.step) * self.step
 
     def splits(self, length: int) -> int:
         """Pieces that a request of ``length`` tokens is cut into."""
         return -(-length // self.split_tokens(length))
 
-    def most_splits(self, max_context: int) -> int:
-        """Upper bound of `splits` over all lengths up to ``max_context``."""
-        grown = max(self.target, -(-max_context // self.max_tokens))
-        return min(self.max_splits, grown, -(-max_context // self.min_tokens))
 
+def split_rule(
+    num_q_heads: int, layout: CacheLayout, max_batch: int, max_context: int, *, chunked: bool
+) -> SplitRule:
+    """The split rule of one runner; ``chunked`` for `decode_fast`.
 
-def split_rule(num_q_heads: int, layout: CacheLayout, max_batch: int) -> SplitRule:
-    """The split rule of one runner.
-
-    The partial results of ``max_batch`` requests, all of them long (prefixes are shared, so their
-    lengths may sum to more than the pool holds), must fit `PARTIAL_BYTES`.
+    Partial results take `PARTIAL_BYTES` at most, unless requests alone are so many.
     """
-    affordable = PARTIAL_BYTES // max(1, max_batch * partial_bytes(num_q_heads, layout))
-    most = max(FEWEST_SPLITS, min(MOST_SPLITS, affordable))
+    affordable = max(max_batch, PARTIAL_BYTES // partial_bytes(num_q_heads, layout))
+    if chunked:
+        tokens, chunks = CHUNKED_SPLIT_TOKENS, CHUNK_PROGRAMS // layout.num_kv_heads
+        most = max(chunks, max_batch * -(-max_context // tokens))
+        return SplitRule(tokens, tokens, 1, CHUNK_TOKENS, min(affordable, most), chunks)
     target = max(16, SPLIT_PROGRAMS // layout.num_kv_heads)
-    return SplitRule(MIN_SPLIT_TOKENS, most, target)
+    splits = max(target, -(-max_context // MAX_SPLIT_TOKENS))
+    most = max_batch * min(splits, -(-max_context // MIN_SPLIT_TOKENS))
+    return SplitRule(MIN_SPLIT_TOKENS, MAX_SPLIT_TOKENS, target, SPLIT_STEP, min(affordable, most))
 
 
 def partial_bytes(num_q_heads: int, layout: CacheLayout) -> int:
@@ -118,32 +137,48 @@ def decode_config(group: int, layout: CacheLayout) -> KernelConfig:
     return KernelConfig(rows, 32, warps, num_stages=3, programs_per_sm=3)
 
 
-def fast_decode_config(layout: CacheLayout) -> KernelConfig:
+def fast_decode_config(group: int, layout: CacheLayout) -> KernelConfig:
     """`decode_fast`: few warps and deep pipelines, as many programs as an SM holds.
 
-    Measured on an H200 (head_dim 128, 8 KV heads, groups of 4): FP4 is bound by instructions and
-    best with one warp, which needs no exchange between warps; MXFP8 and BF16 move more bytes and
-    take two. Five stages keep two tiles on their way, as a page number comes before them.
+    Measured on an H200 (head_dim 128, 8 KV heads, groups of 4). FP4 is bound by instructions: 64
+    tokens and one warp, which needs no exchange between warps, take the fewest. MXFP8 moves more
+    bytes and wants more of them on their way: short tiles, seven stages. A page number comes before
+    a tile, so that seven stages hold three tiles, five hold two.
     """
     head_dim = max(layout.k_head_dim, layout.v_head_dim)
     bits = max(layout.k_format.element_bits, layout.v_format.element_bits)
-    warps, stages, programs = _FAST_DECODE[bits, head_dim]
-    return KernelConfig(8, 64, warps, stages, programs)
+    tokens, warps, stages, programs = _FAST_DECODE[bits, head_dim]
+    rows = max(8, 1 << (group - 1).bit_length())
+    return KernelConfig(rows, tokens, warps, stages, programs)
 
 
-# (bits of the wider side's elements, head_dim) -> warps, stages, programs an SM. The programs are
-# what registers and shared memory allow.
+# (bits of the wider side's elements, head_dim) -> tokens, warps, stages, programs an SM: as many as
+# registers and shared memory allow.
 _FAST_DECODE = {
-    (4, 64): (1, 5, 12),
-    (4, 128): (1, 5, 8),
-    (4, 256): (2, 5, 4),
-    (8, 64): (2, 5, 5),
-    (8, 128): (2, 5, 4),
-    (8, 256): (4, 5, 2),
-    (16, 64): (2, 5, 5),
-    (16, 128): (2, 5, 3),
-    (16, 256): (4, 3, 2),
+    (4, 64): (64, 1, 5, 12),
+    (4, 128): (64, 1, 5, 8),
+    (4, 256): (64, 2, 5, 4),
+    (8, 64): (64, 1, 7, 8),
+    (8, 128): (32, 1, 7, 8),
+    (8, 256): (32, 2, 7, 4),
+    (16, 64): (64, 2, 5, 5),
+    (16, 128): (64, 2, 5, 3),
+    (16, 256): (64, 4, 3, 2),
 }
+
+
+def merge_tile(batch: int, q_heads: int, head_dim: int) -> tuple[int, int]:
+    """Query heads (a divisor of ``q_heads``) and columns of one program of `merge`.
+
+    Narrow in a small batch, where long requests have many splits; several heads in a large one,
+    where most requests have nothing to merge. Changes no bit.
+    """
+    columns = max(16, 1 << (head_dim - 1).bit_length())
+    programs = batch * q_heads
+    if programs * columns <= MERGE_PROGRAMS * 32:
+        return 1, min(32, columns)
+    most = max(1, programs // MERGE_PROGRAMS)
+    return max(n for n in range(1, q_heads + 1) if q_heads % n == 0 and n <= most), columns
 
 
 def extend_config(layout: CacheLayout) -> KernelConfig:

@@ -17,8 +17,9 @@ import triton
 import triton.language as tl
 
 from inkling_backend.formats import Query
-from inkling_backend.formats.layout import CacheLayout, LayerCache
+from inkling_backend.formats.layout import LayerCache
 from inkling_backend.kernels.arguments import (
+    Example,
     cache_arguments,
     cache_constants,
     compile_case,
@@ -31,7 +32,9 @@ from inkling_backend.kernels.configs import (
     decode_config,
     persistent_programs,
 )
+from inkling_backend.kernels.plan import WorkList, load_record
 from inkling_backend.kernels.tile import (
+    normalizer,
     raw_logits,
     softmax_step,
     tile_slots,
@@ -42,14 +45,90 @@ from inkling_backend.kernels.tile import (
 class Partial(NamedTuple):
     """Partial results of work items.
 
-    out: ``[items, Hq, Dv]`` float32, sum of the rows of V times their exponentials.
+    out: ``[items, Hq, Dv]`` float32, sum of the rows of V times their exponentials, without the
+        global scale of V.
     top: ``[items, Hq]`` float32, the largest logit, to base 2; -inf if the item has none.
     total: ``[items, Hq]`` float32, sum of the exponentials of two, relative to ``top``.
+    failures: ``[1]`` int32, items that `decode_fast` left to `decode_redo`; 0 between steps.
     """
 
     out: torch.Tensor
     top: torch.Tensor
     total: torch.Tensor
+    failures: torch.Tensor
+
+    @classmethod
+    def empty(cls, items: int, q_heads: int, v_head_dim: int, device: torch.device) -> Partial:
+        """Buffers for so many work items."""
+        rows = (items, q_heads)
+        return cls(
+            torch.empty((*rows, v_head_dim), dtype=torch.float32, device=device),
+            torch.empty(rows, dtype=torch.float32, device=device),
+            torch.empty(rows, dtype=torch.float32, device=device),
+            torch.zeros(1, dtype=torch.int32, device=device),
+        )
+
+
+class DecodeCall(NamedTuple):
+    """Decode of one layer: what its kernels take.
+
+    query: ``[B, Hq, Dk]``.
+    page_table, work: as `plan.plan_decode` left them.
+    batch: requests.
+    partial: room for every work item.
+    out: ``[B, Hq, Dv]`` bfloat16 or float16.
+    sm_scale: positive factor of the logits.
+    """
+
+    query: Query
+    cache: LayerCache
+    page_table: torch.Tensor
+    work: WorkList
+    batch: int
+    partial: Partial
+    out: torch.Tensor
+    sm_scale: float
+
+    @property
+    def group(self) -> int:
+        """Query heads of one KV head."""
+        return self.query.data.shape[1] // self.cache.layout.num_kv_heads
+
+    def arguments(self) -> tuple[Any, ...]:
+        """The run-time arguments of a decode kernel, in their order."""
+        return (
+            *cache_arguments(self.query, self.cache),
+            self.page_table,
+            *self.work,
+            *self.partial,
+            self.out,
+            self.batch,
+            self.sm_scale * math.log2(math.e),
+        )
+
+    def constants(self) -> dict[str, Any]:
+        """The constants of a decode kernel that do not depend on its tiles."""
+        return {
+            **cache_constants(self.cache.layout, self.group, self.page_table.shape[1]),
+            "QUANTIZED": self.query.scale is not None,
+        }
+
+
+def decode_case(
+    kernel: Any, example: Example, config: KernelConfig, constants: dict[str, Any], **words: str
+) -> CompileCase:
+    """The compile case of a decode kernel; ``words`` are types of arguments of its own."""
+    integers = ("page_table", "work_indptr", "chunked", "work", "failures")
+    signature = {
+        **dict.fromkeys((f"{name}_ptr" for name in integers), "*i32"),
+        **dict.fromkeys(("partial_ptr", "top_ptr", "total_ptr"), "*fp32"),
+        "out_ptr": f"*{example.dtype}",
+        "batch": "i32",
+        "sm_scale_log2": "fp32",
+        **words,
+    }
+    constants = {**cache_constants(example.layout, example.group, 1024)} | constants
+    return compile_case(kernel, example, signature, constants, config)
 
 
 @triton.jit
@@ -116,12 +195,10 @@ def store_split(
     i_d = tl.arange(0, V.pad)
     m_out = m_row[:, None] & (i_d < V.dim)[None, :]
     if finished:
-        # A sum of zero: every logit was -inf.
-        norm = v_global / tl.where(total == 0.0, 1.0, total)
-        result = to_dtype(acc * norm[:, None], out_ptr.dtype.element_ty)
+        result = to_dtype(acc * normalizer(v_global, total)[:, None], out_ptr.dtype.element_ty)
         tl.store(out_ptr + row[:, None] * V.dim + i_d[None, :], result, mask=m_out)
     else:
-        tl.store(partial_ptr + part[:, None] * V.dim + i_d[None, :], acc * v_global, mask=m_out)
+        tl.store(partial_ptr + part[:, None] * V.dim + i_d[None, :], acc, mask=m_out)
         tl.store(top_ptr + part, top, mask=m_row)
         tl.store(total_ptr + part, total, mask=m_row)
 
@@ -137,12 +214,13 @@ def _decode_kernel(
     k_global_ptr,
     v_global_ptr,
     page_table_ptr,
-    seq_lens_ptr,
-    split_indptr_ptr,
+    work_indptr_ptr,
+    chunked_ptr,
     work_ptr,
     partial_ptr,
     top_ptr,
     total_ptr,
+    failures_ptr,
     out_ptr,
     batch,
     sm_scale_log2,
@@ -164,14 +242,12 @@ def _decode_kernel(
     i_m = tl.arange(0, BLOCK_M)
     m_m = i_m < GROUP
 
-    items = tl.load(split_indptr_ptr + batch) * K.heads
+    items = tl.load(work_indptr_ptr + batch) * K.heads
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         # Neighbouring programs take neighbouring heads of the same tokens.
         work = item // K.heads
         head = item % K.heads
-        request = tl.load(work_ptr + 3 * work)
-        start = tl.load(work_ptr + 3 * work + 1)
-        end = tl.load(work_ptr + 3 * work + 2)
+        request, start, end, whole = load_record(work_ptr, work)
         row = request.to(tl.int64) * (K.heads * GROUP) + head * GROUP + i_m  # [M]
         q = load_query(q_ptr, q_scale_ptr, row, m_m, QUANTIZED, K.dim, K.pad)
         acc, row_max, row_sum = attend_split(
@@ -202,77 +278,31 @@ def _decode_kernel(
             row_max * scale_log2,
             row_sum,
             v_global,
-            (start == 0) & (end == tl.load(seq_lens_ptr + request)),
+            whole,
             V,
         )
 
 
-def _constants(
-    layout: CacheLayout, group: int, max_pages: int, config: KernelConfig
-) -> dict[str, Any]:
-    return {
-        **cache_constants(layout, group, max_pages),
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-    }
+def decode(call: DecodeCall) -> None:
+    """Attention of single-token requests; one launch, graph-capturable.
 
-
-def decode(
-    query: Query,
-    cache: LayerCache,
-    *,
-    page_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    split_indptr: torch.Tensor,
-    work: torch.Tensor,
-    batch: int,
-    partial: Partial,
-    out: torch.Tensor,
-    sm_scale: float,
-) -> None:
-    """Attention of ``batch`` single-token requests; one launch, graph-capturable.
-
-    Args:
-        query: ``[B, Hq, Dk]``.
-        page_table, seq_lens, split_indptr, work: as `plan.plan_decode` left them.
-        partial: receives the parts of requests of several splits; `merge.merge` finishes them.
-        out: ``[B, Hq, Dv]`` bfloat16 or float16; written for requests of exactly one split.
-        sm_scale: positive.
+    Writes ``call.out`` of requests of one work item, and the partial results of the others, which
+    `merge.merge` finishes.
     """
-    layout = cache.layout
-    group = query.data.shape[1] // layout.num_kv_heads
-    config = decode_config(group, layout)
-    _decode_kernel[(persistent_programs(config, out.device),)](
-        *cache_arguments(query, cache),
-        page_table,
-        seq_lens,
-        split_indptr,
-        work,
-        partial.out,
-        partial.top,
-        partial.total,
-        out,
-        batch,
-        sm_scale * math.log2(math.e),
-        QUANTIZED=query.scale is not None,
+    config = decode_config(call.group, call.cache.layout)
+    _decode_kernel[(persistent_programs(config, call.out.device),)](
+        *call.arguments(),
+        **call.constants(),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **_constants(layout, group, page_table.shape[1], config),
     )
 
 
 def compile_cases() -> Iterator[CompileCase]:
     """What launches of this module compile to, over `arguments.examples`."""
     for example in examples():
-        layout, group = example.layout, example.group
-        config = decode_config(group, layout)
-        signature = {
-            **dict.fromkeys(("page_table_ptr", "seq_lens_ptr"), "*i32"),
-            **dict.fromkeys(("split_indptr_ptr", "work_ptr"), "*i32"),
-            **dict.fromkeys(("partial_ptr", "top_ptr", "total_ptr"), "*fp32"),
-            "out_ptr": f"*{example.dtype}",
-            "batch": "i32",
-            "sm_scale_log2": "fp32",
-        }
-        constants = _constants(layout, group, 1024, config)
-        yield compile_case(_decode_kernel, example, signature, constants, config)
+        config = decode_config(example.group, example.layout)
+        constants = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
+        yield decode_case(_decode_kernel, example, config, constants)

@@ -5,17 +5,18 @@ group of four heads fills half of an 8-wide matrix instruction; tiles come by th
 accelerator as 16-bit words and become float16 without moving between lanes (`codec_fp16`); one or
 two warps a program, many programs an SM.
 
-float16 does not hold everything that the formats do. So a split is computed optimistically; if
-anything in it, or in dead slots of its last tile, was out of range or not a number, its sums are
-not finite, and it is computed again by the exact path of `decode.py`, to the same accuracy.
+float16 does not hold everything that the formats do. So this kernel is optimistic: if anything in a
+work item, or in dead slots of its last tile, was out of range or not a number, its sums are not
+finite. Then it marks the item, and `decode_redo` computes it again, exactly.
+
+A work item is one chunk or one split (`configs.SplitRule`). Sums start anew with every chunk and
+are folded in order, as `merge` does it with chunks that were work items.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,16 +24,10 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from inkling_backend.formats import Query
-from inkling_backend.formats.layout import CacheLayout, LayerCache, SideLayout
+from inkling_backend.formats.layout import CacheLayout, SideLayout
 from inkling_backend.kernels.arch import ASYNC_TILES_CAPABILITY, Capability, loads_tiles
-from inkling_backend.kernels.arguments import (
-    cache_arguments,
-    cache_constants,
-    compile_case,
-    examples,
-)
-from inkling_backend.kernels.codec import load_query, load_query_columns
+from inkling_backend.kernels.arguments import examples
+from inkling_backend.kernels.codec import load_query_columns
 from inkling_backend.kernels.codec_fp16 import (
     classes,
     exp2,
@@ -43,17 +38,16 @@ from inkling_backend.kernels.codec_fp16 import (
 )
 from inkling_backend.kernels.compile_case import CompileCase
 from inkling_backend.kernels.configs import (
+    CHUNK_TOKENS,
+    MAX_FAST_GROUP,
+    KernelConfig,
     fast_decode_config,
     persistent_programs,
 )
-from inkling_backend.kernels.decode import Partial, attend_split, store_split
-from inkling_backend.kernels.tile import to_dtype
-
-# Heads and tokens of a tile of the exact path: few, so that it costs the fast one no registers.
-# Not 16 tokens: Triton 3.6 then puts the halves of an interleaved V into the wrong columns.
-EXACT_M, EXACT_N = 16, 32
-# Tokens of a tile; query heads of a group that are worth it.
-BLOCK_N, MAX_GROUP = 64, 16
+from inkling_backend.kernels.decode import DecodeCall, decode_case
+from inkling_backend.kernels.decode_redo import decode_redo
+from inkling_backend.kernels.plan import load_record
+from inkling_backend.kernels.tile import fold, normalizer, to_dtype
 
 
 @triton.jit
@@ -147,6 +141,30 @@ def _store(pointer, row, acc, factor, mask, DIM: tl.constexpr):
         tl.store(p_out + i, value, mask=mask[None, :])
 
 
+@triton.jit
+def _fold(top, total, acc, chunk_top, chunk_total, chunk_acc):
+    """Adds the sums of a chunk to those of the split (`tile.fold`)."""
+    top, total, w, w_chunk = fold(top, total, chunk_top, chunk_total)
+    a = tl.broadcast_to(w[None, :], acc[0].shape)
+    b = w_chunk[None, :]
+    if len(acc) == 1:
+        return top, total, (tl.fma(acc[0], a, chunk_acc[0] * b),)
+    elif len(acc) == 2:
+        first = tl.fma(acc[0], a, chunk_acc[0] * b)
+        return top, total, (first, tl.fma(acc[1], a, chunk_acc[1] * b))
+    else:
+        return (
+            top,
+            total,
+            (
+                tl.fma(acc[0], a, chunk_acc[0] * b),
+                tl.fma(acc[1], a, chunk_acc[1] * b),
+                tl.fma(acc[2], a, chunk_acc[2] * b),
+                tl.fma(acc[3], a, chunk_acc[3] * b),
+            ),
+        )
+
+
 @triton.jit(do_not_specialize=["batch"])
 def _decode_fast_kernel(
     q_ptr,
@@ -157,29 +175,30 @@ def _decode_fast_kernel(
     v_scale_ptr,
     k_global_ptr,
     v_global_ptr,
-    k_words,
-    v_words,
     page_table_ptr,
-    seq_lens_ptr,
-    split_indptr_ptr,
+    work_indptr_ptr,
+    chunked_ptr,
     work_ptr,
     partial_ptr,
     top_ptr,
     total_ptr,
+    failures_ptr,
     out_ptr,
     batch,
     sm_scale_log2,
+    k_words,
+    v_words,
     MAX_PAGES: tl.constexpr,
     GROUP: tl.constexpr,
     QUANTIZED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    EXACT_M: tl.constexpr,
-    EXACT_N: tl.constexpr,
+    CHUNK: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
 ):
     tl.static_assert(K.page % BLOCK_N == 0 and K.dim == K.pad and V.dim == V.pad)
+    tl.static_assert(CHUNK % BLOCK_N == 0)
     # A field that is a string is a constant for a callee only under a name of its own.
     K_FMT: tl.constexpr = K.fmt
     V_FMT: tl.constexpr = V.fmt
@@ -197,13 +216,11 @@ def _decode_fast_kernel(
     m_m = i_m < GROUP
     i_n = tl.arange(0, BLOCK_N)
 
-    items = tl.load(split_indptr_ptr + batch) * K.heads
+    items = tl.load(work_indptr_ptr + batch) * K.heads
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         work = item // K.heads
         head = item % K.heads
-        request = tl.load(work_ptr + 3 * work)
-        start = tl.load(work_ptr + 3 * work + 1)
-        end = tl.load(work_ptr + 3 * work + 2)
+        request, start, end, whole = load_record(work_ptr, work)
         table_ptr = page_table_ptr + request.to(tl.int64) * MAX_PAGES
         row = request.to(tl.int64) * (K.heads * GROUP) + head * GROUP + i_m  # [M]
         if K_FMT == "bf16":
@@ -217,6 +234,7 @@ def _decode_fast_kernel(
         top = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
         total = tl.zeros([BLOCK_M], dtype=tl.float32)
         acc = _zeros(WV, BLOCK_M, CV)
+        split_top, split_total, split_acc = top, total, acc
         for tile in range(start, end, BLOCK_N):
             page = tl.load(table_ptr + tile // K.page)
             first = tl.multiple_of(tile % K.page, BLOCK_N)
@@ -232,14 +250,16 @@ def _decode_fast_kernel(
                 )
                 factor = tl.broadcast_to(factor[:, :, None], (BLOCK_N, SK, WK // SK))
                 k = multiply(k, tl.reshape(factor, (BLOCK_N, WK)))
-            s = _dot(k, q)  # [N, M]
+            logits = _dot(k, q)  # [N, M]
+            s = logits
             if tile + BLOCK_N > end:
                 s = tl.where((tile + i_n < end)[:, None], s, float("-inf"))
             # Fourteen powers of two of float16 are left above 1: they keep small probabilities.
             new_top = tl.maximum(top, tl.max(s, 0) * scale - 14.0)
             p = exp2(s * scale[None, :] - new_top[None, :])
             alpha = exp2(top - new_top)
-            total = total * alpha + tl.sum(p, 0)
+            # Zero times a logit shows that it was out of range: -inf alone would go unnoticed.
+            total = total * alpha + tl.sum(tl.fma(logits, 0.0, p), 0)
             v = unpack(v_words.load([slot, head * WV]).T, V_FMT)
             if V.block > 0:
                 SV: tl.constexpr = V.dim // V.block
@@ -252,54 +272,27 @@ def _decode_fast_kernel(
                 v = multiply(v, tl.reshape(factor, (WV, BLOCK_N)))
             acc = _add(acc, alpha, v, p.to(v[0].dtype))
             top = new_top
+            if (tile + BLOCK_N) % CHUNK == 0:
+                split_top, split_total, split_acc = _fold(
+                    split_top, split_total, split_acc, top, total, acc
+                )
+                top = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+                total = tl.zeros([BLOCK_M], dtype=tl.float32)
+                acc = _zeros(WV, BLOCK_M, CV)
+        # A last chunk that is not whole; after a whole one this changes nothing.
+        top, total, acc = _fold(split_top, split_total, split_acc, top, total, acc)
 
+        finite = _all_finite(acc, total)
+        tl.atomic_add(failures_ptr, 1, mask=finite == 0, sem="relaxed")
         part = work.to(tl.int64) * (K.heads * GROUP) + head * GROUP + i_m  # [M]
-        finished = (start == 0) & (end == tl.load(seq_lens_ptr + request))
-        if _all_finite(acc, total):
-            factor_v = v_global * unshift(V_FMT)
-            if finished:
-                _store(out_ptr, row, acc, factor_v / total, m_m, V.dim)
-            else:
-                factors = tl.zeros([BLOCK_M], tl.float32) + factor_v
-                _store(partial_ptr, part, acc, factors, m_m, V.dim)
-                tl.store(top_ptr + part, top, mask=m_m)
-                tl.store(total_ptr + part, total, mask=m_m)
+        tl.store(total_ptr + part, tl.where(finite, total, float("nan")), mask=m_m)
+        if whole:
+            factor = normalizer(v_global, total) * unshift(V_FMT)
+            _store(out_ptr, row, acc, factor, m_m, V.dim)
         else:
-            # Rows of at least sixteen heads, as the exact path's matrix instruction wants them.
-            i_e = tl.arange(0, EXACT_M)
-            m_e = i_e < GROUP
-            row_e = request.to(tl.int64) * (K.heads * GROUP) + head * GROUP + i_e
-            q_e = load_query(q_ptr, q_scale_ptr, row_e, m_e, QUANTIZED, K.dim, K.pad)
-            exact, row_max, row_sum = attend_split(
-                q_e,
-                k_ptr,
-                k_scale_ptr,
-                v_ptr,
-                v_scale_ptr,
-                table_ptr,
-                head,
-                start,
-                end,
-                scale_log2,
-                BLOCK_N=EXACT_N,
-                K=K,
-                V=V,
-            )
-            store_split(
-                partial_ptr,
-                top_ptr,
-                total_ptr,
-                out_ptr,
-                row_e,
-                work.to(tl.int64) * (K.heads * GROUP) + head * GROUP + i_e,
-                m_e,
-                exact,
-                row_max * scale_log2,
-                row_sum,
-                v_global,
-                finished,
-                V,
-            )
+            factor = tl.full([BLOCK_M], unshift(V_FMT), tl.float32)
+            _store(partial_ptr, part, acc, factor, m_m, V.dim)
+            tl.store(top_ptr + part, top, mask=m_m)
 
 
 def _words(side: SideLayout, data: torch.Tensor, block_n: int) -> TensorDescriptor:
@@ -316,86 +309,47 @@ def fits(
     return (
         capability is not None
         and loads_tiles(capability)
-        and group <= MAX_GROUP
-        and layout.page_size % BLOCK_N == 0
+        and group <= MAX_FAST_GROUP
         and {layout.k_head_dim, layout.v_head_dim} <= {64, 128, 256}
+        and layout.page_size % fast_decode_config(group, layout).block_n == 0
         and (layout.k_format.block > 0 or dtype == torch.bfloat16)
     )
 
 
-@lru_cache(maxsize=64)
-def _constants(layout: CacheLayout, group: int, max_pages: int) -> dict[str, Any]:
-    return {
-        **cache_constants(layout, group, max_pages),
-        "BLOCK_M": max(8, triton.next_power_of_2(group)),
-        "BLOCK_N": BLOCK_N,
-        "EXACT_M": max(EXACT_M, triton.next_power_of_2(group)),
-        "EXACT_N": EXACT_N,
-    }
+def _constants(config: KernelConfig) -> dict[str, Any]:
+    return {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "CHUNK": CHUNK_TOKENS}
 
 
-def decode_fast(
-    query: Query,
-    cache: LayerCache,
-    *,
-    page_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    split_indptr: torch.Tensor,
-    work: torch.Tensor,
-    batch: int,
-    partial: Partial,
-    out: torch.Tensor,
-    sm_scale: float,
-) -> None:
-    """Does what `decode.decode` does, with the same arguments, where `fits` says so."""
-    layout = cache.layout
-    group = query.data.shape[1] // layout.num_kv_heads
-    config = fast_decode_config(layout)
-    _decode_fast_kernel[(persistent_programs(config, out.device),)](
-        *cache_arguments(query, cache),
-        _words(layout.k, cache.k_data, BLOCK_N),
-        _words(layout.v, cache.v_data, BLOCK_N),
-        page_table,
-        seq_lens,
-        split_indptr,
-        work,
-        partial.out,
-        partial.top,
-        partial.total,
-        out,
-        batch,
-        sm_scale * math.log2(math.e),
-        QUANTIZED=query.scale is not None,
+def decode_fast(call: DecodeCall) -> None:
+    """Does what `decode.decode` does, in two launches, where `fits` says so."""
+    layout = call.cache.layout
+    config = fast_decode_config(call.group, layout)
+    _decode_fast_kernel[(persistent_programs(config, call.out.device),)](
+        *call.arguments(),
+        _words(layout.k, call.cache.k_data, config.block_n),
+        _words(layout.v, call.cache.v_data, config.block_n),
+        **call.constants(),
+        **_constants(config),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **_constants(layout, group, page_table.shape[1]),
     )
+    decode_redo(call)
 
 
 def compile_cases() -> Iterator[CompileCase]:
     """What launches of this module compile to, over `arguments.examples`."""
     for example in examples():
+        layout = example.layout
         dtype = torch.bfloat16 if example.dtype == "bf16" else torch.float16
-        if not fits(example.layout, example.group, dtype, ASYNC_TILES_CAPABILITY):
+        if not fits(layout, example.group, dtype, ASYNC_TILES_CAPABILITY):
             continue
-        config = fast_decode_config(example.layout)
-        sides = (("k_words", example.layout.k), ("v_words", example.layout.v))
+        config = fast_decode_config(example.group, layout)
+        sides = (("k_words", layout.k), ("v_words", layout.v))
         words = {
             name: f"tensordesc<{'i16' if side.format.block else 'bf16'}"
-            f"[{BLOCK_N}, {side.head_dim // classes(side.format.name)}]>"
+            f"[{config.block_n}, {side.head_dim // classes(side.format.name)}]>"
             for name, side in sides
         }
-        pointers = ("page_table_ptr", "seq_lens_ptr", "split_indptr_ptr", "work_ptr")
-        partials = ("partial_ptr", "top_ptr", "total_ptr")
-        signature = {
-            **words,
-            **dict.fromkeys(pointers, "*i32"),
-            **dict.fromkeys(partials, "*fp32"),
-            "out_ptr": f"*{example.dtype}",
-            "batch": "i32",
-            "sm_scale_log2": "fp32",
-        }
-        constants = _constants(example.layout, example.group, 1024)
-        case = compile_case(_decode_fast_kernel, example, signature, constants, config)
-        # A warp has at most 255 registers; where the fast path fills them, the exact one spills.
-        yield replace(case, capability=ASYNC_TILES_CAPABILITY, spill_bytes=128)
+        constants = _constants(config)
+        case = decode_case(_decode_fast_kernel, example, config, constants, **words)
+        yield replace(case, capability=ASYNC_TILES_CAPABILITY)

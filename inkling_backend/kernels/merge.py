@@ -1,21 +1,36 @@
 """Merge: the parts of a request that decode cut, added in position order.
 
-One program per request and query head. Requests of one split were finished by decode and are left
-alone; requests of length 0 get zeros.
+One program takes some columns of some query heads of one request. Requests of one part were
+finished by decode and are left alone; requests of length 0 get zeros. Parts that are chunks are
+first folded to splits, as `decode_fast` does it. Splits are then added one after the other,
+relative to the largest logit of all. So the result has the same bits however the work was cut.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
-import torch
 import triton
 import triton.language as tl
 
 from inkling_backend.kernels.compile_case import CompileCase
-from inkling_backend.kernels.configs import MOST_SPLITS
-from inkling_backend.kernels.decode import Partial
-from inkling_backend.kernels.tile import to_dtype
+from inkling_backend.kernels.configs import SPLIT_CHUNKS, merge_tile
+from inkling_backend.kernels.decode import DecodeCall
+from inkling_backend.kernels.tile import fold, normalizer, to_dtype
+
+# Parts whose loads are issued together: enough to hide their latency.
+_AT_ONCE = 16
+
+
+@triton.jit
+def _load_part(
+    partial_ptr, top_ptr, total_ptr, row, live, i_d, m_d, Q_HEADS: tl.constexpr, DV: tl.constexpr
+):
+    """(top, total, acc ``[D]``) of one part; an empty one where it is not ``live``."""
+    acc = tl.load(partial_ptr + row * DV + i_d, mask=m_d & live, other=0.0)
+    top = tl.load(top_ptr + row, mask=live, other=float("-inf"))
+    return top, tl.load(total_ptr + row, mask=live, other=0.0), acc
 
 
 @triton.jit
@@ -23,85 +38,111 @@ def _merge_kernel(
     partial_ptr,
     top_ptr,
     total_ptr,
-    split_indptr_ptr,
+    failures_ptr,
+    work_indptr_ptr,
+    chunked_ptr,
+    v_global_ptr,
     out_ptr,
     Q_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
     DV: tl.constexpr,
-    DV_PAD: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SPLIT_CHUNKS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
-    request = tl.program_id(0) // Q_HEADS
-    head = tl.program_id(0) % Q_HEADS
-    first = tl.load(split_indptr_ptr + request)
-    splits = tl.load(split_indptr_ptr + request + 1) - first
-    if splits == 1:
+    BLOCKS: tl.constexpr = Q_HEADS // HEADS
+    request = tl.program_id(0) // BLOCKS
+    first = tl.load(work_indptr_ptr + request)
+    parts = tl.load(work_indptr_ptr + request + 1) - first
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(failures_ptr, 0)
+    if parts == 1:
         return
-    i_all = tl.arange(0, MAX_SPLITS)
-    p_top = top_ptr + (first + i_all).to(tl.int64) * Q_HEADS + head
-    highest = tl.max(tl.load(p_top, mask=i_all < splits, other=float("-inf")), 0)
-    highest = tl.where(highest == float("-inf"), 0.0, highest)
-
-    i_d = tl.arange(0, DV_PAD)
+    v_global = 1.0
+    if v_global_ptr is not None:
+        v_global = tl.load(v_global_ptr)
+    i_d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     m_d = i_d < DV
-    acc = tl.zeros([DV_PAD], dtype=tl.float32)
-    norm = tl.zeros([BLOCK], dtype=tl.float32)
-    for begin in range(0, splits, BLOCK):
-        i_s = begin + tl.arange(0, BLOCK)
-        m_s = i_s < splits
-        row = (first + i_s).to(tl.int64) * Q_HEADS + head  # [BLOCK]
-        top = tl.load(top_ptr + row, mask=m_s, other=float("-inf"))
-        total = tl.load(total_ptr + row, mask=m_s, other=0.0)
-        weight = tl.math.exp2(top - highest)
-        p_part = partial_ptr + row[:, None] * DV + i_d[None, :]
-        part = tl.load(p_part, mask=m_s[:, None] & m_d[None, :], other=0.0)  # [BLOCK, DV]
-        acc += tl.sum(weight[:, None] * part, 0)
-        norm += weight * total
-    norms = tl.sum(norm, 0)
-    acc = acc / tl.where(norms == 0.0, 1.0, norms)
-    p_out = out_ptr + tl.program_id(0).to(tl.int64) * DV + i_d
-    tl.store(p_out, to_dtype(acc, out_ptr.dtype.element_ty), mask=m_d)
+    for i_h in range(0, HEADS):
+        head = tl.program_id(0) % BLOCKS * HEADS + i_h
+        row = first.to(tl.int64) * Q_HEADS + head
+        highest = tl.full([128], float("-inf"), tl.float32)
+        for begin in range(0, parts, 128):
+            i_p = begin + tl.arange(0, 128)
+            tops = tl.load(top_ptr + row + i_p * Q_HEADS, mask=i_p < parts, other=float("-inf"))
+            highest = tl.maximum(highest, tops)
+        base = tl.max(highest, 0)
+        base = tl.where(base == float("-inf"), 0.0, base)
+        acc = tl.zeros([COLUMNS], dtype=tl.float32)
+        total = 0.0
+        if tl.load(chunked_ptr) == 0:
+            for begin in range(0, parts, AT_ONCE):
+                for i in tl.static_range(AT_ONCE):
+                    part = begin + i
+                    s_top, s_total, s_acc = _load_part(
+                        *(partial_ptr, top_ptr, total_ptr, row + part * Q_HEADS, part < parts),
+                        *(i_d, m_d, Q_HEADS, DV),
+                    )
+                    weight = tl.math.exp2(s_top - base)
+                    total = tl.fma(s_total, weight, total)
+                    acc = tl.fma(s_acc, tl.broadcast_to(weight, [COLUMNS]), acc)
+        else:
+            for begin in range(0, parts, AT_ONCE):
+                for i in tl.static_range(0, AT_ONCE, SPLIT_CHUNKS):
+                    s_top = float("-inf")
+                    s_total = 0.0
+                    s_acc = tl.zeros([COLUMNS], tl.float32)
+                    for j in tl.static_range(SPLIT_CHUNKS):
+                        part = begin + i + j
+                        c_top, c_total, c_acc = _load_part(
+                            *(partial_ptr, top_ptr, total_ptr, row + part * Q_HEADS, part < parts),
+                            *(i_d, m_d, Q_HEADS, DV),
+                        )
+                        s_top, s_total, w, w_chunk = fold(s_top, s_total, c_top, c_total)
+                        s_acc = tl.fma(s_acc, tl.broadcast_to(w, [COLUMNS]), c_acc * w_chunk)
+                    weight = tl.math.exp2(s_top - base)
+                    total = tl.fma(s_total, weight, total)
+                    acc = tl.fma(s_acc, tl.broadcast_to(weight, [COLUMNS]), acc)
+        p_out = out_ptr + (request.to(tl.int64) * Q_HEADS + head) * DV + i_d
+        out = acc * normalizer(v_global, total)
+        tl.store(p_out, to_dtype(out, out_ptr.dtype.element_ty), mask=m_d)
 
 
-def _constants(q_heads: int, head_dim: int) -> dict[str, int]:
+def _constants(q_heads: int, head_dim: int, heads: int, columns: int) -> dict[str, int]:
     return {
         "Q_HEADS": q_heads,
+        "HEADS": heads,
         "DV": head_dim,
-        "DV_PAD": max(16, triton.next_power_of_2(head_dim)),
-        "MAX_SPLITS": MOST_SPLITS,
-        "BLOCK": 16,
+        "COLUMNS": columns,
+        "SPLIT_CHUNKS": SPLIT_CHUNKS,
+        "AT_ONCE": _AT_ONCE,
     }
 
 
-def merge(partial: Partial, split_indptr: torch.Tensor, *, batch: int, out: torch.Tensor) -> None:
-    """Finishes what `decode.decode` left in its partial results; one launch.
-
-    Args:
-        split_indptr: ``[batch + 1]`` int32.
-        out: ``[batch, Hq, Dv]``.
-    """
-    _, q_heads, head_dim = partial.out.shape
-    _merge_kernel[(batch * q_heads,)](
-        *partial, split_indptr, out, **_constants(q_heads, head_dim), num_warps=2
+def merge(call: DecodeCall) -> None:
+    """Finishes what decode left in ``call.partial``; one launch."""
+    _, q_heads, head_dim = call.partial.out.shape
+    heads, columns = merge_tile(call.batch, q_heads, head_dim)
+    _merge_kernel[(call.batch * q_heads // heads, triton.cdiv(head_dim, columns))](
+        *call.partial,
+        call.work.indptr,
+        call.work.chunked,
+        call.cache.v_global,
+        call.out,
+        **_constants(q_heads, head_dim, heads, columns),
+        num_warps=1,
     )
 
 
 def compile_cases() -> Iterator[CompileCase]:
     """What launches of this module compile to."""
-    for head_dim, dtype in (
-        (64, "bf16"),
-        (96, "bf16"),
-        (128, "bf16"),
-        (256, "bf16"),
-        (128, "fp16"),
-    ):
+    sizes = ((64, "bf16"), (96, "bf16"), (128, "bf16"), (256, "bf16"), (128, "fp16"))
+    for (head_dim, dtype), batch in itertools.product(sizes, (1, 1024)):
         signature = {
-            "partial_ptr": "*fp32",
-            "top_ptr": "*fp32",
-            "total_ptr": "*fp32",
-            "split_indptr_ptr": "*i32",
+            **dict.fromkeys(("partial_ptr", "top_ptr", "total_ptr", "v_global_ptr"), "*fp32"),
+            **dict.fromkeys(("failures_ptr", "work_indptr_ptr", "chunked_ptr"), "*i32"),
             "out_ptr": f"*{dtype}",
         }
-        name = f"merge-{dtype}-d{head_dim}"
-        constants = _constants(32, head_dim)
-        yield CompileCase(name, _merge_kernel, signature, constants, num_warps=2)
+        name = f"merge-{dtype}-d{head_dim}-b{batch}"
+        constants = _constants(32, head_dim, *merge_tile(batch, 32, head_dim))
+        yield CompileCase(name, _merge_kernel, signature, constants, num_warps=1)

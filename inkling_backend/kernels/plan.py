@@ -3,15 +3,14 @@
 Input: ``slot_table [rows, >= max_context]`` int32 (position -> slot), ``rows [B]`` (which of them),
 ``seq_lens [B]``.
 Output, in buffers of the caller: ``page_table [max_batch, max_pages]`` int32 (written up to each
-request's length), ``seq_lens [max_batch]`` int32, and for decode ``split_indptr [max_batch + 1]``
-int32 (first work item of each request) and ``work [items, 3]`` int32 (request, first token, end).
+request's length), ``seq_lens [max_batch]`` int32, and for decode a `WorkList`.
 The grid is one program per request, so a captured launch replays with other lengths.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,34 +20,34 @@ from inkling_backend.kernels.compile_case import CompileCase
 from inkling_backend.kernels.configs import SplitRule
 
 
+class WorkList(NamedTuple):
+    """What decode has to do, on the device; all int32.
+
+    indptr: ``[max_batch + 1]``, first work item of each request; the last one counts all items.
+    chunked: ``[1]``, whether work items are chunks; otherwise they are splits.
+    records: ``[items, 4]``, of each work item (request, first token, end, whether it is all of the
+        request).
+    """
+
+    indptr: torch.Tensor
+    chunked: torch.Tensor
+    records: torch.Tensor
+
+
 @triton.jit
-def split_tokens(
-    length,
-    MIN_TOKENS: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    TARGET: tl.constexpr,
-    MAX_TOKENS: tl.constexpr,
-    STEP: tl.constexpr,
-):
+def split_tokens(length, RULE: tl.constexpr):
     """Tokens of one split: `SplitRule.split_tokens` for tensors of lengths."""
-    wanted = tl.maximum((length + TARGET - 1) // TARGET, MIN_TOKENS)
-    wanted = tl.minimum(wanted, MAX_TOKENS)
-    tokens = tl.maximum(wanted, (length + MAX_SPLITS - 1) // MAX_SPLITS)
-    return (tokens + STEP - 1) // STEP * STEP
+    tokens = tl.maximum((length + RULE.target - 1) // RULE.target, RULE.min_tokens)
+    tokens = tl.minimum(tokens, RULE.max_tokens)
+    return (tokens + RULE.step - 1) // RULE.step * RULE.step
 
 
 @triton.jit
-def count_splits(
-    length,
-    MIN_TOKENS: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    TARGET: tl.constexpr,
-    MAX_TOKENS: tl.constexpr,
-    STEP: tl.constexpr,
-):
-    """Splits of requests of these lengths; 0 for length 0."""
-    tokens = split_tokens(length, MIN_TOKENS, MAX_SPLITS, TARGET, MAX_TOKENS, STEP)
-    return (length + tokens - 1) // tokens
+def load_record(work_ptr, item):
+    """(request, first token, end, whether that is all of the request) of a work item."""
+    p_record = work_ptr + 4 * item
+    whole = tl.load(p_record + 3) != 0
+    return tl.load(p_record), tl.load(p_record + 1), tl.load(p_record + 2), whole
 
 
 @triton.jit
@@ -56,6 +55,26 @@ def _load_length(seq_lens_ptr, index, mask, MAX_CONTEXT: tl.constexpr):
     """Lengths as int32; beyond the buffers' size they are cut, so that nothing is overrun."""
     length = tl.load(seq_lens_ptr + index, mask=mask, other=0).to(tl.int32)
     return tl.minimum(tl.maximum(length, 0), MAX_CONTEXT)
+
+
+@triton.jit
+def _count(seq_lens_ptr, batch, request, shift, RULE: tl.constexpr, MAX_CONTEXT: tl.constexpr):
+    """Splits in front of a request, splits of all, chunks in front, chunks of all."""
+    BLOCK: tl.constexpr = 1024
+    before = tl.zeros([BLOCK], dtype=tl.int32)
+    chunks_before = tl.zeros([BLOCK], dtype=tl.int32)
+    splits = tl.zeros([BLOCK], dtype=tl.int32)
+    chunks = tl.zeros([BLOCK], dtype=tl.int32)
+    for begin in range(0, batch, BLOCK):
+        i_other = begin + tl.arange(0, BLOCK)
+        length = _load_length(seq_lens_ptr, i_other, i_other < batch, MAX_CONTEXT)
+        own_splits = tl.cdiv(length, split_tokens(length, RULE) << shift)
+        own_chunks = tl.cdiv(length, RULE.step)
+        before += tl.where(i_other < request, own_splits, 0)
+        chunks_before += tl.where(i_other < request, own_chunks, 0)
+        splits += own_splits
+        chunks += own_chunks
+    return tl.sum(before, 0), tl.sum(splits, 0), tl.sum(chunks_before, 0), tl.sum(chunks, 0)
 
 
 @triton.jit(do_not_specialize=["batch", "slot_stride"])
@@ -67,20 +86,15 @@ def _plan_kernel(
     page_table_ptr,
     seq_lens_out_ptr,
     qo_indptr_out_ptr,
-    split_indptr_ptr,
+    work_indptr_ptr,
+    chunked_ptr,
     work_ptr,
     batch,
     slot_stride,
     PAGE: tl.constexpr,
     MAX_CONTEXT: tl.constexpr,
     MAX_PAGES: tl.constexpr,
-    DECODE: tl.constexpr,
-    MIN_TOKENS: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    TARGET: tl.constexpr,
-    MAX_TOKENS: tl.constexpr,
-    STEP: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
+    RULE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     request = tl.program_id(0)
@@ -99,24 +113,33 @@ def _plan_kernel(
         tl.store(pages_ptr + i_page, tl.maximum(slot, 0) // PAGE, mask=m_page)
 
     last = request == batch - 1
-    if DECODE:
-        before = tl.zeros([BLOCK], dtype=tl.int32)
-        for first in range(0, request, BLOCK):
-            i_other = first + lane
-            other = _load_length(seq_lens_ptr, i_other, i_other < request, MAX_CONTEXT)
-            before += count_splits(other, MIN_TOKENS, MAX_SPLITS, TARGET, MAX_TOKENS, STEP)
-        first_item = tl.sum(before, 0)
-        splits = count_splits(length, MIN_TOKENS, MAX_SPLITS, TARGET, MAX_TOKENS, STEP)
-        tl.store(split_indptr_ptr + request, first_item)
-        tl.store(split_indptr_ptr + batch, first_item + splits, mask=last)
-        i_split = tl.arange(0, BLOCK_SPLITS)
-        m_split = i_split < splits
-        tokens = split_tokens(length, MIN_TOKENS, MAX_SPLITS, TARGET, MAX_TOKENS, STEP)
-        start = i_split * tokens
-        p_work = work_ptr + (first_item + i_split) * 3
-        tl.store(p_work, tl.zeros([BLOCK_SPLITS], tl.int32) + request, mask=m_split)
-        tl.store(p_work + 1, start, mask=m_split)
-        tl.store(p_work + 2, tl.minimum(start + tokens, length), mask=m_split)
+    if RULE is not None:
+        shift = 0
+        first, splits, first_chunk, chunks = _count(
+            seq_lens_ptr, batch, request, shift, RULE, MAX_CONTEXT
+        )
+        while splits > RULE.most_items:
+            shift += 1
+            first, splits, first_chunk, chunks = _count(
+                seq_lens_ptr, batch, request, shift, RULE, MAX_CONTEXT
+            )
+        chunked = chunks <= RULE.most_chunks
+        tokens = tl.where(chunked, RULE.step, split_tokens(length, RULE) << shift)
+        first = tl.where(chunked, first_chunk, first)
+        items = tl.cdiv(length, tokens)
+        tl.store(work_indptr_ptr + request, first)
+        tl.store(work_indptr_ptr + batch, first + items, mask=last)
+        tl.store(chunked_ptr, chunked.to(tl.int32), mask=last)
+        for begin in range(0, items, BLOCK):
+            i_item = begin + lane
+            m_item = i_item < items
+            start = i_item * tokens
+            p_work = work_ptr + (first + i_item) * 4
+            none = tl.zeros([BLOCK], tl.int32)
+            tl.store(p_work, none + request, mask=m_item)
+            tl.store(p_work + 1, start, mask=m_item)
+            tl.store(p_work + 2, tl.minimum(start + tokens, length), mask=m_item)
+            tl.store(p_work + 3, none + (items == 1).to(tl.int32), mask=m_item)
     else:
         start = tl.load(qo_indptr_ptr + request).to(tl.int32)
         end = tl.load(qo_indptr_ptr + request + 1).to(tl.int32)
@@ -132,29 +155,20 @@ def _constants(
         "PAGE": page_size,
         "MAX_CONTEXT": max_context,
         "MAX_PAGES": max_pages,
-        "DECODE": rule is not None,
-        "MIN_TOKENS": rule.min_tokens if rule else 1,
-        "MAX_SPLITS": rule.max_splits if rule else 1,
-        "TARGET": rule.target if rule else 1,
-        "MAX_TOKENS": rule.max_tokens if rule else 1,
-        "STEP": rule.step if rule else 1,
-        "BLOCK_SPLITS": triton.next_power_of_2(rule.max_splits) if rule else 1,
+        "RULE": rule,
         "BLOCK": 1024,
     }
 
 
 def _launch(slot_table, rows, seq_lens, qo, outputs, *, batch, page_size, max_context, rule):
-    page_table, seq_lens_out, qo_out, split_indptr, work = outputs
+    page_table, *others = outputs
     _plan_kernel[(batch,)](
         slot_table,
         rows,
         seq_lens,
         qo,
         page_table,
-        seq_lens_out,
-        qo_out,
-        split_indptr,
-        work,
+        *others,
         batch,
         slot_table.stride(0),
         **_constants(page_size, max_context, page_table.shape[1], rule),
@@ -173,14 +187,13 @@ def plan_decode(
     rule: SplitRule,
     page_table: torch.Tensor,
     seq_lens_out: torch.Tensor,
-    split_indptr: torch.Tensor,
-    work: torch.Tensor,
+    work: WorkList,
 ) -> None:
     """Fills the decode buffers for the first ``batch`` rows (module docstring); one launch."""
     if batch == 0:
-        split_indptr[:1].zero_()
+        work.indptr[:1].zero_()
         return
-    outputs = (page_table, seq_lens_out, seq_lens_out, split_indptr, work)
+    outputs = (page_table, seq_lens_out, seq_lens_out, *work)
     _launch(
         slot_table,
         rows,
@@ -210,7 +223,7 @@ def plan_extend(
     """Fills the extend buffers and copies ``qo_indptr [B + 1]`` into its own; one launch."""
     if batch == 0:
         return
-    outputs = (page_table, seq_lens_out, qo_indptr_out, qo_indptr_out, qo_indptr_out)
+    outputs = (page_table, seq_lens_out, qo_indptr_out, *[qo_indptr_out] * 3)
     _launch(
         slot_table,
         rows,
@@ -226,10 +239,11 @@ def plan_extend(
 
 def compile_cases() -> Iterator[CompileCase]:
     """What launches of this module compile to."""
-    rule = SplitRule(256, 32)
+    rule = SplitRule(1024, 1024, 1, 256, 4096, 128)
     for decode, page, index in ((True, 128, "i64"), (False, 64, "i64"), (True, 32, "i32")):
         names = ("slot_table", "qo_indptr", "page_table", "seq_lens_out", "qo_indptr_out")
-        signature = {f"{name}_ptr": "*i32" for name in (*names, "split_indptr", "work")}
+        work = ("work_indptr", "chunked", "work")
+        signature = {f"{name}_ptr": "*i32" for name in (*names, *work)}
         signature |= {"rows_ptr": f"*{index}", "seq_lens_ptr": f"*{index}"}
         signature |= {"batch": "i32", "slot_stride": "i32"}
         yield CompileCase(

@@ -94,3 +94,29 @@ def softmax_step(logits, v, acc, row_max, row_sum, scale_log2):
     row_sum = tl.fma(row_sum, alpha, tl.sum(p, 1))
     acc = dot(to_bf16(p), v, acc * alpha[:, None])
     return acc, new_max, row_sum
+
+
+@triton.jit
+def fold(top_a, total_a, top_b, total_b):
+    """Joins two sums of exponentials; either may be empty (-inf, 0), which changes no bit.
+
+    Sums of V join by the same weights, as ``fma(a, weight_a, b * weight_b)``.
+
+    Args:
+        top_a, top_b: the largest logit of each, to base 2.
+        total_a, total_b: sums of exponentials of two, relative to it.
+
+    Returns:
+        (top, total, weight_a, weight_b).
+    """
+    top = tl.maximum(top_a, top_b)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    weight_a = tl.math.exp2(top_a - base)
+    weight_b = tl.math.exp2(top_b - base)
+    return top, tl.fma(total_a, weight_a, total_b * weight_b), weight_a, weight_b
+
+
+@triton.jit
+def normalizer(v_global, total):
+    """What a sum of rows of V is multiplied with; ``total`` is 0 where every logit was -inf."""
+    return v_global / tl.where(total == 0.0, 1.0, total)

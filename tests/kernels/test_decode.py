@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable
 
@@ -10,15 +11,19 @@ import torch
 
 from inkling_backend.formats import Query
 from inkling_backend.formats.layout import LayerCache, SideLayout
-from inkling_backend.kernels.configs import SplitRule
-from inkling_backend.kernels.decode import Partial, decode
+from inkling_backend.kernels.configs import CHUNK_TOKENS, CHUNKED_SPLIT_TOKENS, SplitRule
+from inkling_backend.kernels.decode import DecodeCall, Partial, decode
 from inkling_backend.kernels.decode_fast import decode_fast, fits
+from inkling_backend.kernels.decode_redo import decode_redo
 from inkling_backend.kernels.merge import merge
 from inkling_backend.reference.store import store
 from tests.attention.world import World, assert_as_accurate, attend_exactly, make_world, slots_of
 from tests.kernels.test_plan import run_plan_decode
 
-RULE = SplitRule(64, 4)
+RULE = SplitRule(64, 512, 4, 64, most_items=100)
+# As `decode_fast` has it: chunks are the work items of small batches.
+SPLITS = SplitRule(CHUNKED_SPLIT_TOKENS, CHUNKED_SPLIT_TOKENS, 1, CHUNK_TOKENS, most_items=100)
+CHUNKED = SPLITS._replace(most_chunks=7)
 
 
 def kernels() -> list[Callable[..., None]]:
@@ -41,38 +46,43 @@ def run_decode(
     query: Query,
     *,
     order: list[int] | None = None,
-    rule: SplitRule = RULE,
+    rule: SplitRule | None = None,
     sm_scale: float = 0.125,
 ) -> torch.Tensor:
     """Plans and attends in buffers full of NaN; ``[B, Hq, Dv]`` in the order asked for."""
     order = list(range(len(world.lens))) if order is None else order
-    plan = run_plan_decode(world, rule, order=order)
-    batch, items, heads = len(order), plan["work"].shape[0], world.num_q_heads
-
-    def poison(*shape: int) -> torch.Tensor:
-        return torch.full(shape, torch.nan, dtype=torch.float32, device=world.device)
-
-    partial = Partial(
-        poison(items, heads, world.layout.v_head_dim), poison(items, heads), poison(items, heads)
-    )
-    picked = Query(*(None if part is None else part[order].contiguous() for part in query))
-    out = world.empty_out(batch)
     fast = chosen is decode_fast and fits(world.layout, world.group, world.dtype, (9, 0))
-    run = decode_fast if fast else decode
-    run(
-        picked,
-        world.cache,
-        page_table=plan["page_table"],
-        seq_lens=plan["seq_lens_out"],
-        split_indptr=plan["split_indptr"],
-        work=plan["work"],
-        batch=batch,
-        partial=partial,
-        out=out,
-        sm_scale=sm_scale,
+    call = make_call(world, query, order, rule or (CHUNKED if fast else RULE), sm_scale)
+    (decode_fast if fast else decode)(call)
+    merge(call)
+    assert call.partial.failures.item() == 0
+    return call.out
+
+
+def make_call(
+    world: World,
+    query: Query,
+    order: list[int],
+    rule: SplitRule,
+    sm_scale: float = 0.125,
+) -> DecodeCall:
+    """A planned batch of some requests; partial results are NaN."""
+    planned = run_plan_decode(world, rule, order=order)
+    partial = Partial.empty(
+        planned.work.records.shape[0], world.num_q_heads, world.layout.v_head_dim, world.device
     )
-    merge(partial, plan["split_indptr"], batch=batch, out=out)
-    return out
+    for buffer in (partial.out, partial.top, partial.total):
+        buffer.fill_(torch.nan)
+    return DecodeCall(
+        Query(*(None if part is None else part[order].contiguous() for part in query)),
+        world.cache,
+        planned.page_table,
+        planned.work,
+        len(order),
+        partial,
+        world.empty_out(len(order)),
+        sm_scale,
+    )
 
 
 def check(world: World, query: Query, out: torch.Tensor, sm_scale: float = 0.125) -> None:
@@ -183,13 +193,74 @@ def test_global_scales_are_not_swapped(device: torch.device) -> None:
 
 @pytest.mark.parametrize("k", ["mxfp8", "nvfp4"])
 def test_a_request_has_the_same_bits_in_every_batch(k: str, device: torch.device) -> None:
-    world = make_world([1, 300, 64, 0, 129, 65], device, k=k)
+    world = make_world([1, 1300, 64, 0, 513, 65], device, k=k, max_context=2048)
     query = world.queries(6)
     together = run_decode(world, query)
     for b in (1, 3, 4):
         assert torch.equal(run_decode(world, query, order=[b])[0], together[b])
     order = [4, 1, 1, 3, 5, 0, 2, 3]
     assert torch.equal(run_decode(world, query, order=order), together[order])
+
+
+@pytest.mark.parametrize("k", ["mxfp8", "kvfp4"])
+def test_one_negative_logit_out_of_range_is_noticed(k: str, device: torch.device) -> None:
+    # In float16 its logit is -inf and its probability 0. It really is -5e-8, as good as the others.
+    world = make_world([90], device, k=k, k_dim=128, group=1)
+    slots = slots_of(world, 0)
+    rows = torch.zeros(len(slots), 2, 128, device=device)
+    rows[40] = -448 * 2.0**20
+    store(rows, torch.randn(len(slots), 2, 128, device=device), slots, world.cache)
+    query = Query(torch.full((1, 2, 128), 1e-18, dtype=world.dtype, device=device))
+    check(world, query, run_decode(world, query))
+
+
+def test_redo_computes_whole_splits(device: torch.device) -> None:
+    world = make_world([1200, 90, 300], device, k="mxfp8", k_dim=128, max_context=2048)
+    query = world.queries(3)
+    heads = slice(world.group, 2 * world.group)  # of one KV head
+    results = []
+    for rule in (SPLITS, SPLITS._replace(most_chunks=100)):
+        call = make_call(world, query, [0, 1, 2], rule)
+        decode(call)
+        for request in range(3):  # their first item: all but the last split of request 0
+            item = int(call.work.indptr[request])
+            call.partial.total[item, world.group] = torch.nan
+            call.partial.out[item, heads] = 7.0
+            call.out[request, heads] = 7.0
+        call.partial.failures.fill_(3)
+        decode_redo(call)
+        merge(call)
+        assert call.partial.failures.item() == 0
+        check(world, query, call.out)
+        results.append(call.out[:, heads])
+    assert torch.equal(*results)
+
+
+def test_merge_does_not_care_how_the_work_was_cut(device: torch.device) -> None:
+    """Chunks and their folded splits, made up here, give the same bits."""
+    world = make_world([3000, 1030], device, kv_heads=1, group=2, max_context=4096)
+    query = world.queries(2)
+    chunked = make_call(world, query, [0, 1], SPLITS._replace(most_chunks=100))
+    coarse = make_call(world, query, [0, 1], SPLITS)
+    parts = int(chunked.work.indptr[2])
+    fine, split = chunked.partial, coarse.partial
+    fine.out[:parts] = torch.randn_like(fine.out[:parts])
+    fine.top[:parts] = torch.randint(-3, 4, (parts, 2), device=device).float()
+    fine.total[:parts] = torch.rand(parts, 2, device=device) + 1
+    firsts = [0, 4, 8, 12, 16, 17]  # chunks of 3000 tokens are twelve, of 1030 five
+    for item, (first, end) in enumerate(itertools.pairwise(firsts)):
+        top, total, out = torch.full_like(fine.top[0], -torch.inf), 0.0, 0.0
+        for chunk in range(first, end):
+            new_top = torch.maximum(top, fine.top[chunk])
+            w, w_chunk = torch.exp2(top - new_top), torch.exp2(fine.top[chunk] - new_top)
+            # Weights are powers of two: float64 holds the products, and is rounded once.
+            total = (total * w.double() + fine.total[chunk].double() * w_chunk).float()
+            out = (out * w.double()[:, None] + fine.out[chunk].double() * w_chunk[:, None]).float()
+            top = new_top
+        split.top[item], split.total[item], split.out[item] = top, total, out
+    for call in (chunked, coarse):
+        merge(call)
+    assert torch.equal(chunked.out, coarse.out)
 
 
 def test_padding_of_a_graph_changes_nothing(device: torch.device) -> None:

@@ -1,0 +1,153 @@
+"""Decode again, exactly: the splits that `decode_fast` could not hold in float16.
+
+`decode_fast` leaves NaN in the ``total`` of such a work item and counts it in ``failures``. A split
+is computed again as a whole, by the arithmetic of `decode.py`, so that its bits do not depend on
+whether its work items were chunks: its first item takes the result, the others become empty.
+Nothing to do is the rule, and costs a launch that ends at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import triton
+import triton.language as tl
+
+from inkling_backend.kernels.arguments import examples
+from inkling_backend.kernels.codec import load_query
+from inkling_backend.kernels.compile_case import CompileCase
+from inkling_backend.kernels.configs import (
+    SPLIT_CHUNKS,
+    KernelConfig,
+    decode_config,
+    persistent_programs,
+)
+from inkling_backend.kernels.decode import DecodeCall, attend_split, decode_case, store_split
+from inkling_backend.kernels.plan import load_record
+
+
+@triton.jit(do_not_specialize=["batch"])
+def _decode_redo_kernel(
+    q_ptr,
+    q_scale_ptr,
+    k_ptr,
+    k_scale_ptr,
+    v_ptr,
+    v_scale_ptr,
+    k_global_ptr,
+    v_global_ptr,
+    page_table_ptr,
+    work_indptr_ptr,
+    chunked_ptr,
+    work_ptr,
+    partial_ptr,
+    top_ptr,
+    total_ptr,
+    failures_ptr,
+    out_ptr,
+    batch,
+    sm_scale_log2,
+    MAX_PAGES: tl.constexpr,
+    GROUP: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT_CHUNKS: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+):
+    if tl.load(failures_ptr) == 0:
+        return
+    scale_log2 = sm_scale_log2
+    if k_global_ptr is not None:
+        scale_log2 = scale_log2 * tl.load(k_global_ptr)
+    v_global = 1.0
+    if v_global_ptr is not None:
+        v_global = tl.load(v_global_ptr)
+    i_m = tl.arange(0, BLOCK_M)
+    m_m = i_m < GROUP
+    i_d = tl.arange(0, V.pad)
+
+    items = tl.load(work_indptr_ptr + batch) * K.heads
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        work = item // K.heads
+        head = item % K.heads
+        request, start, end, whole = load_record(work_ptr, work)
+        first = tl.load(work_indptr_ptr + request)
+        parts = tl.where(tl.load(chunked_ptr) != 0, SPLIT_CHUNKS, 1)
+        leads = (work - first) % parts == 0
+        parts = tl.minimum(parts, tl.load(work_indptr_ptr + request + 1) - work)
+        part = work.to(tl.int64) * (K.heads * GROUP) + head * GROUP + i_m  # [M]
+        failed = tl.zeros([BLOCK_M], tl.int32)
+        for i in range(0, tl.where(leads, parts, 0)):
+            total = tl.load(total_ptr + part + i * (K.heads * GROUP), mask=m_m, other=0.0)
+            failed = tl.where(total != total, 1, failed)
+        if tl.max(failed, 0) != 0:
+            _request, _start, end, _whole = load_record(work_ptr, work + parts - 1)
+            row = request.to(tl.int64) * (K.heads * GROUP) + head * GROUP + i_m
+            q = load_query(q_ptr, q_scale_ptr, row, m_m, QUANTIZED, K.dim, K.pad)
+            acc, row_max, row_sum = attend_split(
+                q,
+                k_ptr,
+                k_scale_ptr,
+                v_ptr,
+                v_scale_ptr,
+                page_table_ptr + request.to(tl.int64) * MAX_PAGES,
+                head,
+                start,
+                end,
+                scale_log2,
+                BLOCK_N=BLOCK_N,
+                K=K,
+                V=V,
+            )
+            store_split(
+                partial_ptr,
+                top_ptr,
+                total_ptr,
+                out_ptr,
+                row,
+                part,
+                m_m,
+                acc,
+                row_max * scale_log2,
+                row_sum,
+                v_global,
+                whole,
+                V,
+            )
+            m_d = m_m[:, None] & (i_d < V.dim)[None, :]
+            for i in range(1, parts):
+                other = part + i * (K.heads * GROUP)
+                nothing = tl.zeros([BLOCK_M], tl.float32)
+                tl.store(top_ptr + other, nothing - float("inf"), mask=m_m)
+                tl.store(total_ptr + other, nothing, mask=m_m)
+                p_partial = partial_ptr + other[:, None] * V.dim + i_d[None, :]
+                tl.store(p_partial, tl.zeros_like(acc), mask=m_d)
+
+
+def _constants(config: KernelConfig) -> dict[str, int]:
+    return {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "SPLIT_CHUNKS": SPLIT_CHUNKS,
+    }
+
+
+def decode_redo(call: DecodeCall) -> None:
+    """Computes the splits again whose work items `decode_fast` marked; one launch."""
+    config = decode_config(call.group, call.cache.layout)
+    _decode_redo_kernel[(persistent_programs(config, call.out.device),)](
+        *call.arguments(),
+        **call.constants(),
+        **_constants(config),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+def compile_cases() -> Iterator[CompileCase]:
+    """What launches of this module compile to, over `arguments.examples`."""
+    for example in examples():
+        config = decode_config(example.group, example.layout)
+        yield decode_case(_decode_redo_kernel, example, config, _constants(config))
