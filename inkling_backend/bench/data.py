@@ -26,7 +26,7 @@ GLOBAL_SCALE = 1 / 256
 _CHUNK = 65536
 # Slots of a pool into which few tokens are stored, so that they land far apart; and as a store of
 # few tokens takes microseconds, it walks more layers than attention does.
-_STORE_SLOTS, _STORE_LAYERS = 16384, 32
+STORE_SLOTS, STORE_LAYERS = 16384, 32
 
 
 @dataclass(frozen=True)
@@ -204,9 +204,9 @@ def store_inputs(lab: Lab, recipe: Recipe, case: Case, *, rotate: bool) -> Store
     """What a store case writes, into an empty pool of the recipe."""
     heads, device, tokens = lab.heads, lab.device, case.batch * case.new_tokens
     layout, page = heads.layout(recipe), heads.page_size
-    num_pages = -(-max(tokens, _STORE_SLOTS) // page) + 1
+    num_pages = -(-max(tokens, STORE_SLOTS) // page) + 1
     layer_bytes = num_pages * page * layout.bytes_per_token + case.bytes(recipe)
-    layers = lab.layers(layer_bytes, _STORE_LAYERS, rotate=rotate)
+    layers = lab.layers(layer_bytes, STORE_LAYERS, rotate=rotate)
     k = randn(tokens, heads.kv_heads, heads.head_dim, device=device)
     v = randn(tokens, heads.kv_heads, heads.head_dim, device=device)
     q = randn(tokens, heads.q_heads, heads.head_dim, device=device)

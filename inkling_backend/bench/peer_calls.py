@@ -20,8 +20,11 @@ from inkling_backend.bench.data import Batch, Lab
 from inkling_backend.bench.timing import Launch
 from inkling_backend.formats.layout import LayerCache
 
+# Modules of the peers.
+FLASHINFER, FA3 = LIBRARIES = ("flashinfer", "flash_attn_interface")
+
 _FP8 = torch.float8_e4m3fn
-_WORKSPACE_BYTES = 512 << 20
+WORKSPACE_BYTES = 512 << 20
 # FP8 without scales rounds every element to three bits of mantissa, for FA3 the queries too.
 _FP8_BOUND = 0.15
 
@@ -93,11 +96,11 @@ def _flashinfer_tables(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, torc
 
 
 def _workspace(inputs: Inputs) -> torch.Tensor:
-    return torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=inputs.lab.device)
+    return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=inputs.lab.device)
 
 
 def _flashinfer_decode(inputs: Inputs, backend: str) -> Launch:
-    flashinfer: Any = importlib.import_module("flashinfer")
+    flashinfer: Any = importlib.import_module(FLASHINFER)
     heads, q, pages = inputs.case.heads, inputs.q, inputs.pages
     indptr, indices, last = _flashinfer_tables(inputs)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
@@ -126,7 +129,7 @@ def _flashinfer_decode(inputs: Inputs, backend: str) -> Launch:
 
 
 def _flashinfer_extend(inputs: Inputs) -> Launch:
-    flashinfer: Any = importlib.import_module("flashinfer")
+    flashinfer: Any = importlib.import_module(FLASHINFER)
     heads, q, pages = inputs.case.heads, inputs.q, inputs.pages
     indptr, indices, last = _flashinfer_tables(inputs)
     # "auto" is its FA3 on SM90 for BF16, and FA2 for what that does not serve.
@@ -140,11 +143,13 @@ def _flashinfer_extend(inputs: Inputs) -> Launch:
         q_data_type=q.dtype,
         kv_data_type=pages.k[0].dtype,
     )
-    return lambda i: wrapper.run(q, (pages.k[i], pages.v[i]))
+    # Given, because what it allocates itself it fills with zeros first.
+    out = torch.empty_like(q)
+    return lambda i: wrapper.run(q, (pages.k[i], pages.v[i]), out=out)
 
 
 def _fa3(inputs: Inputs) -> Launch:
-    attend: Any = importlib.import_module("flash_attn_interface").flash_attn_with_kvcache
+    attend: Any = importlib.import_module(FA3).flash_attn_with_kvcache
     batch, pages, heads = inputs.batch, inputs.pages, inputs.case.heads
     shape = (len(batch.lens), batch.new_tokens, heads.q_heads, heads.head_dim)
     q = inputs.q.view(shape).to(pages.k[0].dtype)

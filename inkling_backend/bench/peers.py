@@ -5,8 +5,10 @@ Their outputs are compared with the reference too: a peer that is wrong is no pe
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ import torch
 from inkling_backend.bench import gate
 from inkling_backend.bench.cases import EXTEND, STORE, Case, recipe_of
 from inkling_backend.bench.data import Batch, Lab, free_memory, make_batch, randn, store_inputs
-from inkling_backend.bench.peer_calls import PEERS, Inputs, Pages, Peer, make_pages
+from inkling_backend.bench.peer_calls import LIBRARIES, PEERS, Inputs, Pages, Peer, make_pages
 from inkling_backend.bench.timing import Launch, Meter
 from inkling_backend.formats import Query
 from inkling_backend.formats.layout import LayerCache
@@ -40,6 +42,10 @@ class Peers:
 
         `wait` must come before anything is captured.
         """
+        # Here, because threads that import the same modules side by side can meet half of one.
+        for library in LIBRARIES:
+            with suppress(Exception):
+                importlib.import_module(library)
         kinds = {case.op: case for case in cases if case.op != STORE}
         self._pool = ThreadPoolExecutor(max(1, len(PEERS)))
         for case in kinds.values():

@@ -38,7 +38,11 @@ class _Wrapper:
         self.dtypes = options["q_data_type"], options["kv_data_type"]
 
     def run(
-        self, q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], kv_cache_sf: Any = None
+        self,
+        q: torch.Tensor,
+        pages: tuple[torch.Tensor, torch.Tensor],
+        kv_cache_sf: Any = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert (q.dtype, pages[0].dtype) == self.dtypes
         _, _, head_dim, page = self.sizes
@@ -53,7 +57,7 @@ class _Wrapper:
             k, v = (side[used].flatten(0, 1)[:length] for side in pages)
             first, last = (b, b + 1) if self.qo_indptr is None else self.qo_indptr[b : b + 2]
             parts.append(attend(q[first:last], k, v))
-        return torch.cat(parts)
+        return torch.cat(parts) if out is None else out.copy_(torch.cat(parts))
 
 
 class _Prefill(_Wrapper):
