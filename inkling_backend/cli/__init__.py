@@ -1,19 +1,18 @@
-"""The command line: ``inkling-backend doctor | plan``."""
+"""The command line: ``inkling-backend doctor | plan | bench``."""
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable
+
+from inkling_backend.bench.extra import start
+
+
+def _load() -> Callable[[], None]:
+    from inkling_backend.cli.app import app
+
+    return app
 
 
 def main() -> None:
     """Entry point; says what to install where the command line's libraries are missing."""
-    try:
-        from inkling_backend.cli.app import app
-    except ModuleNotFoundError as error:
-        if error.name not in ("typer", "rich"):
-            raise
-        sys.exit(
-            f"inkling-backend: the command line needs {error.name}: "
-            "pip install 'inkling-backend[bench]'"
-        )
-    app()
+    start(_load)

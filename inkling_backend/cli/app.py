@@ -10,16 +10,18 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from inkling_backend.bench.app import app as bench
 from inkling_backend.cli import doctor as doctors
 from inkling_backend.cli import plan as planner
 from inkling_backend.errors import InklingError
 
 app = typer.Typer(
-    help="Serve language models from a block-scaled low-bit KV cache: see and plan.",
+    help="Serve language models from a block-scaled low-bit KV cache: see, plan, measure.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench, name="bench")
 _BAR = 12
 
 
