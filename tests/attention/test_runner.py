@@ -8,6 +8,7 @@ import torch
 from inkling_backend.attention import AttentionRunner
 from inkling_backend.errors import InvalidTensorError
 from inkling_backend.formats import Query
+from inkling_backend.kernels.configs import split_rule
 from inkling_backend.reference.gather import gather
 from tests.attention.world import World, assert_as_accurate, make_world, slots_of
 
@@ -143,7 +144,8 @@ def test_buffers_stay_where_they_are(device: torch.device, monkeypatch: pytest.M
     def addresses() -> list[int]:
         decode = runner.plan_decode(world.slot_table, world.rows, world.seq_lens, 2)
         extend = extend_plan(world, runner, [1, 1])
-        tensors = [decode.page_table, decode.seq_lens, decode.split_indptr, decode.work]
+        assert decode.work is not None
+        tensors = [decode.page_table, decode.seq_lens, *decode.work]
         tensors += [extend.page_table, extend.seq_lens, extend.qo_indptr]
         return [t.data_ptr() for t in tensors]
 
@@ -155,10 +157,12 @@ def test_buffers_stay_where_they_are(device: torch.device, monkeypatch: pytest.M
 def test_workspace_is_counted(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INKLING_KERNELS", "triton")
     world = make_world([70] * 8, device, max_context=1024)
-    # 19 pages of 64 tokens hold more than max_context: 4 splits of 256 for each of 16 requests.
-    batch, items, pages = 16, 16 * 4, 16
+    # 19 pages of 64 tokens hold more than max_context.
+    batch, pages = 16, 16
     runner = world.runner(max_batch=batch)
-    ints = 2 * batch * pages + 2 * batch + 2 * (batch + 1) + 3 * items
+    fast = "decode_fast" in runner.kernels
+    items = split_rule(4, world.layout, batch, 1024, chunked=fast).most_items
+    ints = 2 * batch * pages + 2 * batch + 2 * (batch + 1) + 4 * items + 2
     assert runner.workspace_bytes == 4 * ints + items * 4 * (64 + 2) * 4
     monkeypatch.setenv("INKLING_KERNELS", "reference")
     assert world.runner().workspace_bytes == 0
