@@ -82,7 +82,10 @@ class KVCachePool:
             if not side.format.block:
                 return None
             shape = layout.scale_shape(side, num_pages)
-            return allocate(shape, dtype=torch.uint8, device=device)
+            scales = allocate(shape, dtype=torch.uint8, device=device)
+            # A captured batch pads itself with page 0: a zero byte is a scale that `decode_fast`
+            # would have to leave to the exact path, in every step.
+            return scales.fill_(side.format.one_scale)
 
         self.k_global = global_scales(layout.k)
         self.v_global = global_scales(layout.v)

@@ -21,6 +21,7 @@ BF16 = Format(
     name="bf16",
     element_bits=16,
     block=0,
+    one_scale=0,
     has_global_scale=False,
     k_order=ScaleOrder.TOKEN_MAJOR,
     v_order=ScaleOrder.TOKEN_MAJOR,

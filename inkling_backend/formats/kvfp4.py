@@ -50,6 +50,7 @@ KVFP4 = Format(
     name="kvfp4",
     element_bits=4,
     block=BLOCK,
+    one_scale=127,
     has_global_scale=False,
     k_order=ScaleOrder.TOKEN_MAJOR,
     v_order=ScaleOrder.BLOCK_MAJOR,

@@ -57,6 +57,7 @@ MXFP8 = Format(
     name="mxfp8",
     element_bits=8,
     block=BLOCK,
+    one_scale=127,
     has_global_scale=False,
     k_order=ScaleOrder.FA4,
     v_order=ScaleOrder.FA4,

@@ -55,6 +55,7 @@ NVFP4 = Format(
     name="nvfp4",
     element_bits=4,
     block=BLOCK,
+    one_scale=0x38,
     has_global_scale=True,
     k_order=ScaleOrder.TOKEN_MAJOR,
     v_order=ScaleOrder.BLOCK_MAJOR,

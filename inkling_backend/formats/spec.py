@@ -60,6 +60,7 @@ class Format:
         name: the name used in flags, logs, results and as the kernels' ``FMT`` constant.
         element_bits: bits of one element code.
         block: neighbouring elements along head_dim that share one scale byte; 0 = no scales.
+        one_scale: the scale byte of 1.0.
         has_global_scale: whether a float32 scale per layer multiplies every value.
         k_order, v_order: order of the scale bytes in K and in V pages.
         quantize: ``(x[..., head_dim], global_scale) -> Quantized``, exact, any device.
@@ -69,6 +70,7 @@ class Format:
     name: str
     element_bits: int
     block: int
+    one_scale: int
     has_global_scale: bool
     k_order: ScaleOrder
     v_order: ScaleOrder
