@@ -195,6 +195,7 @@ def engine(
     mem_fraction: Annotated[
         float, typer.Option(min=0.1, max=1.0, help="Share of the memory for weights and cache.")
     ] = 0.8,
+    tp: Annotated[int, typer.Option(min=1, help="GPUs that share the model.")] = 1,
     quick: Quick = False,
     peers: WithPeers = True,
     json: JsonFile = None,
@@ -213,7 +214,8 @@ def engine(
     starts = len(recipes) + (len(engines.PEERS) if peers else 0)
 
     def work(emit: Emit, say: Say) -> bool:
-        return engines.run(cases, recipes, mem_fraction, emit, say, peers=peers)
+        server = engines.Server(mem_fraction, tp)
+        return engines.run(cases, recipes, server, emit, say, peers=peers)
 
     _finish(run, starts * len(cases), work)
 

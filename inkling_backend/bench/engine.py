@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from inkling_backend.bench.cases import ENGINE, Case, Heads
@@ -26,6 +27,19 @@ _MEASURE = "inkling_backend.engines.sglang.measure"
 
 Say = Callable[[str], None]
 Emit = Callable[[Row], None]
+
+
+@dataclass(frozen=True)
+class Server:
+    """How every engine of a run is started.
+
+    Attributes:
+        mem_fraction: share of the memory for weights and cache.
+        tp: GPUs that share the model.
+    """
+
+    mem_fraction: float = 0.8
+    tp: int = 1
 
 
 def engine_recipes(names: list[str]) -> list[str]:
@@ -68,7 +82,7 @@ def write_model(folder: Path, heads: Heads) -> Path:
 
 
 def options(
-    model: Path, backend: str, recipe: str, cases: list[Case], mem_fraction: float
+    model: Path, backend: str, recipe: str, cases: list[Case], server: Server
 ) -> dict[str, object]:
     """Keywords of ``sglang.Engine``."""
     batches = sorted({case.batch for case in cases} | {1})
@@ -78,7 +92,8 @@ def options(
         "skip_tokenizer_init": True,
         "grammar_backend": "none",
         "attention_backend": backend,
-        "mem_fraction_static": mem_fraction,
+        "mem_fraction_static": server.mem_fraction,
+        "tp_size": server.tp,
         "max_running_requests": batches[-1],
         "cuda_graph_bs_decode": batches,
         # Captured by default for dozens of sizes, which takes a minute and changes no decode step.
@@ -135,13 +150,13 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def run(
-    cases: list[Case], recipes: list[str], mem_fraction: float, emit: Emit, say: Say, *, peers: bool
+    cases: list[Case], recipes: list[str], server: Server, emit: Emit, say: Say, *, peers: bool
 ) -> bool:
     """One engine after the other, peers first; True if every recipe was measured.
 
     Args:
         cases: of the operation `ENGINE`, for one model.
-        mem_fraction: share of the memory for weights and cache, the same for all.
+        server: the same for all.
     """
     starts = [(backend, "bf16") for backend in PEERS] if peers else []
     starts += [(BACKEND, recipe) for recipe in recipes]
@@ -152,7 +167,7 @@ def run(
         model = write_model(Path(folder), cases[0].heads)
         for backend, recipe in starts:
             job = {
-                "engine": options(model, backend, recipe, cases, mem_fraction),
+                "engine": options(model, backend, recipe, cases, server),
                 "shapes": list(shapes),
                 "prompt_tokens": PROMPT_TOKENS,
             }
@@ -161,6 +176,7 @@ def run(
                     shape = (result["batch"], result["context"])
                     if backend in PEERS:
                         seen[shape][PEERS[backend]] = result["us"]
+                    result |= {"tp": server.tp} if server.tp > 1 else {}
                     emit(_row(shapes[shape], backend, recipe, result, seen[shape]))
             except Exception as error:
                 passed &= backend in PEERS

@@ -28,7 +28,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
 # What makes a row the same row in another file.
 IDENTITY = (
     *("op", "format", "backend", "batch", "context", "new_tokens", "q_heads", "kv_heads"),
-    *("head_dim", "page_size", "ragged", "store"),
+    *("head_dim", "page_size", "ragged", "store", "tp"),
 )
 # Peers that read a BF16 cache: the yardstick.
 BF16_PEERS = ("flashinfer_bf16", "fa3_bf16", "torch_bf16")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from integration.gpu import report
 from integration.gpu.engines import run_engines
+from integration.gpu.parallel import run_parallel
 from integration.gpu.report import Case
 from integration.gpu.suite import run_suite
 from integration.launch import ROOT
@@ -37,6 +38,7 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, help="keep the logs in this folder")
     parser.add_argument("--skip-suite", action="store_true", help="leave out the unit tests")
     parser.add_argument("--skip-engine", action="store_true", help="leave out the engine")
+    parser.add_argument("--parallel", action="store_true", help="run on two GPUs, nothing else")
     args = parser.parse_args()
     logs = args.logs or Path(tempfile.mkdtemp(prefix="gpu-run-"))
     logs.mkdir(parents=True, exist_ok=True)
@@ -44,6 +46,9 @@ def main() -> int:
     start = time.monotonic()
     print(f"{report.host()}, logs in {logs}", flush=True)
     parts: list[Iterator[Case]] = []
+    if args.parallel:
+        parts.append(run_parallel(logs))
+        args.skip_engine = args.skip_suite = True
     if not args.skip_engine:
         model = prepare(args.model, args.gguf)
         print(f"[{time.monotonic() - start:4.0f} s] model in {model}", flush=True)
@@ -59,7 +64,8 @@ def main() -> int:
             f"{each.detail}",
             flush=True,
         )
-        path = report.write(args.out, ROOT, cases)  # after every case: a stopped run leaves one
+        # After every case: a stopped run leaves a report.
+        path = report.write(args.out, ROOT, cases, "two-gpus" if args.parallel else "")
     failed = [each for each in cases if each.status != "pass"]
     print(f"{len(cases) - len(failed)} passed, {len(failed)} failed")
     if cases:

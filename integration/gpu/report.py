@@ -36,9 +36,10 @@ def host() -> dict[str, str]:
     return {**results.gpu(), **results.versions(("torch", "triton", "sglang"))}
 
 
-def write(out: Path, root: Path, cases: list[Case]) -> Path:
-    """Write the report whole or not at all; returns its path, ``<date>-<gpu>.json``."""
+def write(out: Path, root: Path, cases: list[Case], kind: str = "") -> Path:
+    """Write the report whole or not at all; returns its path, ``<date>-<gpu>[-<kind>].json``."""
     content = results.header(host(), root)
     content["cases"] = [asdict(each) for each in cases]
     gpu = re.sub(r"[^a-z0-9]+", "-", content["host"]["gpu"].lower()).strip("-")
-    return results.write_json(out / f"{content['date'][:10]}-{gpu}.json", content)
+    name = "-".join(filter(None, (content["date"][:10], gpu, kind)))
+    return results.write_json(out / f"{name}.json", content)

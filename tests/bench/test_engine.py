@@ -12,24 +12,36 @@ import pytest
 
 from inkling_backend.bench import engine
 from inkling_backend.bench.cases import ENGINE, Case, Heads
-from inkling_backend.bench.results import Row
+from inkling_backend.bench.compare import label
+from inkling_backend.bench.results import Row, identity
 from inkling_backend.engines.sglang import measure
 from inkling_backend.errors import UnknownNameError
 
 CASES = [Case(ENGINE, 64, 8192, 1, Heads()), Case(ENGINE, 1, 1024, 1, Heads())]
+SERVER = engine.Server(0.8)
 FAKE = "tests.bench.fake_engine"
 
 
 def test_options_choose_the_backend_and_the_recipe(tmp_path: Path) -> None:
     model = engine.write_model(tmp_path, Heads())
-    ours = engine.options(model, "inkling", "kvfp4", CASES, 0.8)
+    ours = engine.options(model, "inkling", "kvfp4", CASES, SERVER)
     assert ours["kv_cache_dtype"] == "fp4_mx_block16"
-    assert engine.options(model, "inkling", "bf16", CASES, 0.8)["kv_cache_dtype"] == "bf16"
-    theirs = engine.options(model, "fa3", "bf16", CASES, 0.8)
+    assert engine.options(model, "inkling", "bf16", CASES, SERVER)["kv_cache_dtype"] == "bf16"
+    theirs = engine.options(model, "fa3", "bf16", CASES, SERVER)
     assert "kv_cache_dtype" not in theirs
     assert ours["cuda_graph_bs_decode"] == theirs["cuda_graph_bs_decode"] == [1, 64]
     config = json.loads((tmp_path / "config.json").read_text())
     assert (config["num_attention_heads"], config["num_key_value_heads"]) == (32, 8)
+
+
+def test_rows_of_several_gpus_say_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    both = engine.Server(tp=2)
+    assert engine.options(tmp_path, "inkling", "mxfp8", CASES, both)["tp_size"] == 2
+    monkeypatch.setattr(engine, "measure", partial(engine.measure, module=FAKE))
+    rows: list[Row] = []
+    engine.run(CASES[:1], ["nvfp4"], both, rows.append, print, peers=False)
+    assert [label(row) for row in rows] == ["engine_decode inkling nvfp4 64x8k tp 2"]
+    assert ("tp", 2) in identity(rows[0])
 
 
 def test_recipes_that_the_engine_has() -> None:
@@ -43,7 +55,7 @@ def test_rows_come_with_the_peers_measured_before(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(engine, "measure", partial(engine.measure, module=FAKE))
     rows: list[Row] = []
     said: list[str] = []
-    assert engine.run(CASES, ["nvfp4"], 0.8, rows.append, said.append, peers=True)
+    assert engine.run(CASES, ["nvfp4"], SERVER, rows.append, said.append, peers=True)
     found = [(row["backend"], row["format"], row["batch"]) for row in rows]
     assert found == [
         (backend, name, batch)
@@ -64,7 +76,7 @@ def test_a_failed_recipe_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(engine, "measure", fail)
     said: list[str] = []
-    assert not engine.run(CASES, ["nvfp4"], 0.8, said.append, said.append, peers=False)  # type: ignore[arg-type]
+    assert not engine.run(CASES, ["nvfp4"], SERVER, said.append, said.append, peers=False)  # type: ignore[arg-type]
     assert said == ["engine with inkling nvfp4: no memory"]
 
 

@@ -1,0 +1,122 @@
+"""The real engine on two GPUs: tensor parallel against one rank, and data-parallel attention."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from integration.compare import Step, disagreements, generate
+from integration.engine import RealEngine
+from integration.gpu.engines import GRAPHS, NO_PREFILL_GRAPHS
+from integration.gpu.report import Case, case
+from integration.launch import RECIPES, has_gpu, options
+from integration.tiny_models import VOCAB, write_llama
+
+RANKS = 2
+# Qwen3, as the engine's Llama cannot have data-parallel attention; heads that every kernel takes.
+MODEL: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 512,
+    "head_dim": 128,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+# One to four requests, so that with two data-parallel ranks one of them idles at times.
+PROMPTS = [
+    [(7 * i + 3 * j) % (VOCAB - 10) + 5 for i in range(n)] for j, n in enumerate((5, 300, 9))
+]
+NEW_TOKENS = 24
+TENSOR: dict[str, object] = {"tp_size": RANKS}
+DATA: dict[str, object] = {"tp_size": RANKS, "dp_size": RANKS, "enable_dp_attention": True}
+# Where there are no GPUs, two ranks share the CPU over gloo.
+CPU_ENV = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_NCCL_SO_PATH": "/nonexistent"}
+
+
+@dataclass
+class Seen:
+    """What one engine said; ``error`` is set if it did not get to the end."""
+
+    steps: list[list[Step]] = field(default_factory=list)
+    alone: list[list[Step]] = field(default_factory=list)
+    bytes_per_token: int = 0
+    graph_steps: int = 0
+    decode_steps: int = 0
+    error: str = ""
+
+
+def run_parallel(folder: Path, recipes: tuple[str, ...] = RECIPES) -> Iterator[Case]:
+    """One engine on one rank and two on both, for each recipe; pairs of GPUs are shared.
+
+    Args:
+        folder: where the tiny model is written.
+    """
+    model = write_llama(folder / "tiny", **MODEL)
+    setups = {"one rank": {}, "tp 2": TENSOR, "dp 2": DATA}
+    with ThreadPoolExecutor(len(setups)) as pool:
+        for number, recipe in enumerate(recipes):
+            running = {
+                name: pool.submit(_observe, model, recipe, extra, 10 * number + i)
+                for i, (name, extra) in enumerate(setups.items())
+            }
+            seen = {name: future.result() for name, future in running.items()}
+            yield from _cases(recipe, seen)
+
+
+def _observe(model: Path, recipe: str, extra: Mapping[str, object], index: int) -> Seen:
+    seen = Seen()
+    keywords: dict[str, object] = {
+        "skip_tokenizer_init": True,
+        "max_running_requests": 8,
+        "decode_log_interval": 1,
+        "mem_fraction_static": 0.5,
+        "port": 32000 + 200 * index,
+        "nccl_port": 32100 + 200 * index,
+        **(GRAPHS | NO_PREFILL_GRAPHS if has_gpu() else {}),
+        **extra,
+    }
+    env = {"NCCL_NVLS_ENABLE": "0"} if has_gpu() else CPU_ENV if extra else None
+    try:
+        with RealEngine(options(model, recipe, **keywords), env=env) as engine:
+            try:
+                seen.steps = generate(engine, PROMPTS, NEW_TOKENS)
+                # One request: the other data-parallel rank has none.
+                seen.alone = generate(engine, PROMPTS[:1], NEW_TOKENS)
+            finally:
+                log = engine.log
+    except Exception as error:
+        seen.error = f"{type(error).__name__}: {error}"[-1500:]
+        return seen
+    found = re.search(r"(\d+) bytes per token", log)
+    seen.bytes_per_token = int(found[1]) if found else 0
+    graphs = re.findall(r"Decode batch.*cuda graph: (True|False)", log)
+    seen.decode_steps, seen.graph_steps = len(graphs), graphs.count("True")
+    return seen
+
+
+def _cases(recipe: str, seen: Mapping[str, Seen]) -> Iterator[Case]:
+    single = seen["one rank"]
+    for name, one in seen.items():
+        if one.error:
+            yield case(f"{name}: engine runs", recipe, False, one.error)
+    if single.error:
+        return
+    for name, one in seen.items():
+        if one is single or one.error:
+            continue
+        differ = disagreements(one.steps, single.steps) + disagreements(one.alone, single.alone)
+        detail = "; ".join(differ)[:600] or f"{NEW_TOKENS * (len(PROMPTS) + 1)} tokens agree"
+        yield case(f"{name}: tokens equal one rank", recipe, not differ, detail)
+        if has_gpu():
+            detail = f"{one.graph_steps} of {one.decode_steps} decode steps in captured graphs"
+            passed = one.graph_steps == one.decode_steps > 0
+            yield case(f"{name}: decode through graphs", recipe, passed, detail)
+        # Attention heads are split by tensor parallelism, and whole in data-parallel attention.
+        share = RANKS if name == "tp 2" else 1
+        detail = f"{one.bytes_per_token} bytes per token and rank, {single.bytes_per_token} alone"
+        passed = one.bytes_per_token * share == single.bytes_per_token > 0
+        yield case(f"{name}: size of the cache", recipe, passed, detail)
