@@ -10,7 +10,7 @@ from inkling_backend.errors import InvalidTensorError
 from inkling_backend.formats import Query
 from inkling_backend.kernels.configs import split_rule
 from inkling_backend.reference.gather import gather
-from tests.attention.world import World, assert_as_accurate, make_world, slots_of
+from tests.attention.world import PLAIN, World, assert_as_accurate, make_world, slots_of
 
 LENS = [70, 0, 300, 1]
 Q_LENS = [20, 0, 65, 1]
@@ -45,23 +45,23 @@ def test_prefill_then_decode(
     query = runner.store(world.cache, k, v, slots, q)
     assert (query.scale is not None) == quantize_query
     plan = extend_plan(world, runner, Q_LENS)
-    out = runner.run(plan, query, world.cache, world.empty_out(86), 0.125)
+    out = runner.run(plan, query, world.cache, world.empty_out(86), PLAIN)
     end = 0
     for b, n in enumerate(Q_LENS):
         end += n
         if n:
             rows = query.dequantize()[end - n : end]
-            assert_as_accurate(out[end - n : end], world, b, rows, 0.125)
+            assert_as_accurate(out[end - n : end], world, b, rows)
 
     query = runner.store(
         world.cache, k[:4], v[:4], torch.zeros(4, dtype=torch.int64, device=device), q[:4]
     )
     decode = runner.plan_decode(world.slot_table, world.rows, world.seq_lens, 4)
     flat = torch.full((4, 4 * 64), torch.nan, dtype=world.dtype, device=device)
-    assert runner.run(decode, query, world.cache, flat, 0.125) is flat
+    assert runner.run(decode, query, world.cache, flat, PLAIN) is flat
     for b in range(4):
         rows = query.dequantize()[b : b + 1]
-        assert_as_accurate(flat[b].view(1, 4, 64), world, b, rows, 0.125)
+        assert_as_accurate(flat[b].view(1, 4, 64), world, b, rows)
     assert (flat[1] == 0).all()
 
 
@@ -83,16 +83,16 @@ def test_a_model_with_odd_head_counts(
         stored = gather(slots, world.cache, side, torch.float32)
         assert (stored - rows.float()).norm() < 0.2 * rows.float().norm()
     out = runner.run(
-        extend_plan(world, runner, lens), query, world.cache, world.empty_out(total), 0.125
+        extend_plan(world, runner, lens), query, world.cache, world.empty_out(total), PLAIN
     )
     for b, (start, stop) in enumerate(((0, 37), (37, total))):
         rows = query.dequantize()[start:stop]
-        assert_as_accurate(out[start:stop], world, b, rows, 0.125)
+        assert_as_accurate(out[start:stop], world, b, rows)
     last = Query(*(None if x is None else x[[36, total - 1]].contiguous() for x in query))
     plan = runner.plan_decode(world.slot_table, world.rows, world.seq_lens, 2)
-    out = runner.run(plan, last, world.cache, world.empty_out(2), 0.125)
+    out = runner.run(plan, last, world.cache, world.empty_out(2), PLAIN)
     for b in range(2):
-        assert_as_accurate(out[b : b + 1], world, b, last.dequantize()[b : b + 1], 0.125)
+        assert_as_accurate(out[b : b + 1], world, b, last.dequantize()[b : b + 1])
 
 
 def test_store_without_query(implementation: str, device: torch.device) -> None:
@@ -111,14 +111,14 @@ def test_nothing_to_do(implementation: str, device: torch.device) -> None:
         runner.plan_decode(world.slot_table, world.rows, world.seq_lens, 0),
         extend_plan(world, runner, []),
     ):
-        assert runner.run(plan, query, world.cache, out, 0.125) is out
+        assert runner.run(plan, query, world.cache, out, PLAIN) is out
 
 
 def test_requests_without_new_tokens(implementation: str, device: torch.device) -> None:
     world = make_world([5, 6], device)
     runner = world.runner()
     plan = extend_plan(world, runner, [0, 0])
-    assert runner.run(plan, world.queries(0), world.cache, world.empty_out(0), 1.0).shape[0] == 0
+    assert runner.run(plan, world.queries(0), world.cache, world.empty_out(0), PLAIN).shape[0] == 0
 
 
 def test_a_decode_plan_survives_an_extend(
@@ -129,10 +129,10 @@ def test_a_decode_plan_survives_an_extend(
     other = make_world([300, 20], device)
     runner, query = world.runner(), world.queries(2)
     plan = runner.plan_decode(world.slot_table, world.rows, world.seq_lens, 2)
-    first = runner.run(plan, query, world.cache, world.empty_out(2), 0.125)
+    first = runner.run(plan, query, world.cache, world.empty_out(2), PLAIN)
     extended = extend_plan(other, runner, [30, 20])
-    runner.run(extended, other.queries(50), other.cache, other.empty_out(50), 0.125)
-    second = runner.run(plan, query, world.cache, world.empty_out(2), 0.125)
+    runner.run(extended, other.queries(50), other.cache, other.empty_out(50), PLAIN)
+    second = runner.run(plan, query, world.cache, world.empty_out(2), PLAIN)
     assert torch.equal(first, second)
 
 
@@ -187,12 +187,10 @@ def test_wrong_calls_are_named(implementation: str, device: torch.device) -> Non
         ("slot_table", lambda: runner.plan_decode(table.long(), rows, lens, 1)),
         ("slot_table", lambda: runner.plan_decode(table[:, :64], rows, lens, 1)),
         ("qo_indptr", lambda: runner.plan_extend(table, rows, lens, lens, 1)),
-        ("query", lambda: runner.run(plan, world.queries(2), world.cache, out, 1.0)),
-        ("query", lambda: runner.run(plan, Query(query.data.float()), world.cache, out, 1.0)),
-        ("out", lambda: runner.run(plan, query, world.cache, world.empty_out(2), 1.0)),
-        ("out", lambda: runner.run(plan, query, world.cache, out.float(), 1.0)),
-        ("sm_scale", lambda: runner.run(plan, query, world.cache, out, -1.0)),
-        ("sm_scale", lambda: runner.run(plan, query, world.cache, out, float("nan"))),
+        ("query", lambda: runner.run(plan, world.queries(2), world.cache, out, PLAIN)),
+        ("query", lambda: runner.run(plan, Query(query.data.float()), world.cache, out, PLAIN)),
+        ("out", lambda: runner.run(plan, query, world.cache, world.empty_out(2), PLAIN)),
+        ("out", lambda: runner.run(plan, query, world.cache, out.float(), PLAIN)),
     ]
     for name, call in wrong:
         with pytest.raises(InvalidTensorError, match=f"^{name}:"):
@@ -208,7 +206,7 @@ def test_a_captured_graph_replays_other_batches() -> None:
 
     def step(into: torch.Tensor) -> None:
         plan = runner.plan_decode(world.slot_table, world.rows, lens, 4)
-        runner.run(plan, query, world.cache, into, 0.125)
+        runner.run(plan, query, world.cache, into, PLAIN)
 
     step(out)
     graph = torch.cuda.CUDAGraph()
