@@ -73,7 +73,7 @@ class Example(NamedTuple):
 
     def layer_signature(self) -> dict[str, str]:
         """Types of `layer_arguments`."""
-        types = {"window": "i32", "softcap_log2": "fp32", "sinks_ptr": "*fp32"}
+        types = {"window": "i32", "softcap_log2": "fp32", "sinks_ptr": f"*{self.dtype}"}
         absent = dict.fromkeys(set(types) - set(self.features), "constexpr")
         return {"sm_scale_log2": "fp32", **types, **absent}
 

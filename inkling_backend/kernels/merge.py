@@ -145,7 +145,7 @@ def compile_cases() -> Iterator[CompileCase]:
         floats = ("partial_ptr", "top_ptr", "total_ptr", "v_global_ptr")
         signature = {
             **dict.fromkeys(floats, "*fp32"),
-            "sinks_ptr": "*fp32" if sinks else "constexpr",
+            "sinks_ptr": "*bf16" if sinks else "constexpr",
             **dict.fromkeys(("failures_ptr", "work_indptr_ptr", "chunked_ptr"), "*i32"),
             "out_ptr": f"*{dtype}",
         }

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from inkling_backend.attention import AttentionRunner
+from inkling_backend.attention import AttentionRunner, LayerAttention
 from inkling_backend.errors import InvalidTensorError
 from inkling_backend.formats import Query
 from inkling_backend.kernels.configs import split_rule
@@ -27,6 +29,36 @@ def extend_plan(world: World, runner: AttentionRunner, q_lens: list[int]):  # ty
     return runner.plan_extend(
         world.slot_table, world.rows, world.seq_lens, qo_indptr, max(q_lens, default=0)
     )
+
+
+def decoder_layer(device: torch.device) -> LayerAttention:
+    """Everything that a decoder layer with four query heads may ask for."""
+    sinks = torch.tensor([-1.0, 0.0, 2.0, 5.0], dtype=torch.bfloat16, device=device)
+    return LayerAttention(0.2, window=40, softcap=2.0, sinks=sinks)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("causal", [True, False])
+def test_layers_with_features(
+    implementation: str, causal: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    world = make_world(LENS, device, k="nvfp4", v="mxfp8", k_dim=96, v_dim=64, dtype=dtype)
+    runner, query = world.runner(), world.queries(86)
+    layer = decoder_layer(device)
+    layer = layer if causal else replace(layer, causal=False, window=None)
+    plan = extend_plan(world, runner, Q_LENS)
+    out = runner.run(plan, query, world.cache, world.empty_out(86), layer)
+    end = 0
+    for b, n in enumerate(Q_LENS):
+        end += n
+        if n:
+            rows = query.dequantize()[end - n : end]
+            assert_as_accurate(out[end - n : end], world, b, rows, layer)
+    decode = runner.plan_decode(world.slot_table, world.rows, world.seq_lens, 4)
+    query = world.queries(4)
+    out = runner.run(decode, query, world.cache, world.empty_out(4), layer)
+    for b in range(4):
+        assert_as_accurate(out[b : b + 1], world, b, query.dequantize()[b : b + 1], layer)
 
 
 @pytest.mark.parametrize("quantize_query", [False, True])
@@ -180,6 +212,7 @@ def test_wrong_calls_are_named(implementation: str, device: torch.device) -> Non
     table, rows, lens = world.slot_table, world.rows, world.seq_lens
     plan = runner.plan_decode(table, rows, lens, 1)
     query, out = world.queries(1), world.empty_out(1)
+    of_another_model = replace(PLAIN, sinks=torch.zeros(3))
     wrong = [
         ("rows", lambda: runner.plan_decode(table, rows, lens, 3)),
         ("rows", lambda: runner.plan_decode(table, rows, lens, 2)),
@@ -191,6 +224,7 @@ def test_wrong_calls_are_named(implementation: str, device: torch.device) -> Non
         ("query", lambda: runner.run(plan, Query(query.data.float()), world.cache, out, PLAIN)),
         ("out", lambda: runner.run(plan, query, world.cache, world.empty_out(2), PLAIN)),
         ("out", lambda: runner.run(plan, query, world.cache, out.float(), PLAIN)),
+        ("sinks", lambda: runner.run(plan, query, world.cache, out, of_another_model)),
     ]
     for name, call in wrong:
         with pytest.raises(InvalidTensorError, match=f"^{name}:"):
@@ -198,15 +232,17 @@ def test_wrong_calls_are_named(implementation: str, device: torch.device) -> Non
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs exist on a GPU only")
-def test_a_captured_graph_replays_other_batches() -> None:
+@pytest.mark.parametrize("features", [False, True])
+def test_a_captured_graph_replays_other_batches(features: bool) -> None:
     device = torch.device("cuda")
+    layer = decoder_layer(device) if features else PLAIN
     world = make_world([70, 300, 1, 0], device, k="mxfp8", v="nvfp4")
     runner, query = world.runner(), world.queries(4)
     lens, out = world.seq_lens, world.empty_out(4)
 
     def step(into: torch.Tensor) -> None:
         plan = runner.plan_decode(world.slot_table, world.rows, lens, 4)
-        runner.run(plan, query, world.cache, into, PLAIN)
+        runner.run(plan, query, world.cache, into, layer)
 
     step(out)
     graph = torch.cuda.CUDAGraph()
