@@ -7,6 +7,7 @@ probabilities of every step up to there do.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from integration.engine import RealEngine
 
@@ -43,7 +44,38 @@ def generate(engine: RealEngine, input_ids: list[list[int]], count: int) -> list
     ]
 
 
-def disagreements(one: list[list[Step]], other: list[list[Step]]) -> list[str]:
+def generate_by_transformers(
+    model: Path, input_ids: list[list[int]], count: int, **changes: object
+) -> list[list[Step]]:
+    """The same steps by the model's own implementation in transformers, in plain torch.
+
+    Args:
+        changes: fields of the model's configuration to replace.
+    """
+    import torch
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(model, **changes)
+    network = transformers.AutoModelForCausalLM.from_pretrained(
+        model, config=config, dtype=torch.bfloat16, attn_implementation="eager"
+    )
+    answers = []
+    for prompt in input_ids:
+        tokens, steps = list(prompt), []
+        for _ in range(count):
+            with torch.no_grad():
+                logits = network(torch.tensor([tokens])).logits[0, -1].float()
+            top = logits.log_softmax(-1).topk(TOP)
+            likeliest = dict(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+            steps.append(Step(int(top.indices[0]), likeliest))
+            tokens.append(steps[-1].token)
+        answers.append(steps)
+    return answers
+
+
+def disagreements(
+    one: list[list[Step]], other: list[list[Step]], tolerance: float = TOLERANCE
+) -> list[str]:
     """Where two engines differ by more than rounding (empty if they agree)."""
     found = []
     for i, (ours, theirs) in enumerate(zip(one, other, strict=True)):
@@ -52,7 +84,7 @@ def disagreements(one: list[list[Step]], other: list[list[Step]]) -> list[str]:
         for j, (a, b) in enumerate(zip(ours, theirs, strict=False)):
             both = a.top.keys() & b.top.keys()
             gap = max((abs(a.top[t] - b.top[t]) for t in both), default=float("inf"))
-            if gap > TOLERANCE or not {a.token, b.token} <= both:
+            if gap > tolerance or not {a.token, b.token} <= both:
                 found.append(f"prompt {i}, token {j}: {a} against {b}")
                 break
             if a.token != b.token:  # a tie within the tolerance; what follows cannot be compared

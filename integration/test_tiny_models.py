@@ -13,7 +13,7 @@ from integration.compare import Step, disagreements, generate
 from integration.engine import RealEngine
 from integration.gpu.parallel import run_parallel
 from integration.launch import options
-from integration.tiny_models import VOCAB, write_llama
+from integration.tiny_models import VOCAB, write_model
 
 PROMPTS = [[(7 * i + 3 * j) % (VOCAB - 10) + 5 for i in range(n)] for j, n in enumerate((5, 37, 9))]
 NEW_TOKENS = 6
@@ -22,7 +22,7 @@ NEW_TOKENS = 6
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama with 4 query heads and 2 KV heads."""
-    return write_llama(tmp_path_factory.mktemp("tiny"))
+    return write_model(tmp_path_factory.mktemp("tiny"))
 
 
 def tiny_options(tiny: Path, recipe: str = "mxfp8", **extra: object) -> dict[str, object]:

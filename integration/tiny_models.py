@@ -29,6 +29,32 @@ LLAMA: dict[str, object] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+# Layers in turn with a window of 16 tokens and without, soft-capped logits, a scale of its own, and
+# two heads that share each KV head.
+GEMMA2: dict[str, object] = LLAMA | {
+    "architectures": ["Gemma2ForCausalLM"],
+    "model_type": "gemma2",
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 16,
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 30.0,
+    "query_pre_attn_scalar": 48,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rms_norm_eps": 1e-6,
+    "attention_bias": False,
+    "tie_word_embeddings": True,
+}
+# Attention sinks, and a window in two of three layers; the engine would give those a pool apart.
+GRANITE_SWA: dict[str, object] = LLAMA | {
+    "architectures": ["GraniteSWAForCausalLM"],
+    "model_type": "granite_swa",
+    "num_hidden_layers": 3,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+    "sliding_window": 16,
+    "attention_multiplier": 0.1,
+}
 # Multi-head latent attention: keys and values exist only as one compressed row per token.
 LATENT: dict[str, object] = {
     "architectures": ["DeepseekV2ForCausalLM"],
@@ -85,21 +111,31 @@ def write_config(out: Path, config: dict[str, object], **changes: object) -> Pat
     return out
 
 
-def write_llama(out: Path, seed: int = 0, **changes: object) -> Path:
-    """Write a random Llama with its weights; returns its directory.
+def write_model(
+    out: Path,
+    base: dict[str, object] = LLAMA,
+    seed: int = 0,
+    sink_logit: float = 2.5,
+    **changes: object,
+) -> Path:
+    """Write a random model with its weights; returns its directory.
+
+    ``sink_logit`` is the mean of its attention sinks: 2.5 is the sum of some ten tokens.
 
     Real weights, not the engine's dummy ones: those differ between one rank and two.
     """
     import torch
     import transformers
 
-    write_config(out, LLAMA, **changes)
+    write_config(out, base, **changes)
     torch.manual_seed(seed)
     config = transformers.AutoConfig.from_pretrained(out)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     with torch.no_grad():
-        for weight in model.parameters():
+        for name, weight in model.named_parameters():
             if weight.dim() == 2:  # wide enough that attention decides the next token
                 weight.normal_(0, weight.shape[1] ** -0.5)
+            elif name.endswith("sinks"):
+                weight.normal_(sink_logit, 1.0)
     model.save_pretrained(out)
-    return write_config(out, LLAMA, **changes)
+    return write_config(out, base, **changes)

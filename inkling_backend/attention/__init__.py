@@ -3,12 +3,14 @@
 from inkling_backend.attention.plans import DecodePlan, ExtendPlan
 from inkling_backend.attention.runner import AttentionRunner
 from inkling_backend.attention.spec import AttentionSpec, reasons_against, requirements
+from inkling_backend.formats.layer_attention import LayerAttention
 
 __all__ = [
     "AttentionRunner",
     "AttentionSpec",
     "DecodePlan",
     "ExtendPlan",
+    "LayerAttention",
     "reasons_against",
     "requirements",
 ]

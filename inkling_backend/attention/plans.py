@@ -32,7 +32,7 @@ class DecodePlan:
 
 @dataclass(frozen=True)
 class ExtendPlan:
-    """Several new tokens per request, causal.
+    """Several new tokens per request.
 
     Attributes:
         batch: requests, on the host.

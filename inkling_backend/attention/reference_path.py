@@ -7,6 +7,7 @@ import torch
 from inkling_backend.attention.plans import DecodePlan, ExtendPlan
 from inkling_backend.attention.spec import AttentionSpec
 from inkling_backend.formats import Query
+from inkling_backend.formats.layer_attention import LayerAttention
 from inkling_backend.formats.layout import LayerCache
 from inkling_backend.reference.attention import attend
 from inkling_backend.reference.store import store
@@ -57,13 +58,13 @@ class ReferencePath:
         query: Query,
         cache: LayerCache,
         out: torch.Tensor,
-        sm_scale: float,
+        layer: LayerAttention,
     ) -> None:
         if isinstance(plan, ExtendPlan):
             qo_indptr = plan.qo_indptr
         else:
             qo_indptr = torch.arange(plan.batch + 1, device=out.device)
-        attend(query, cache, plan.page_table, plan.seq_lens, qo_indptr, sm_scale=sm_scale, out=out)
+        attend(query, cache, plan.page_table, plan.seq_lens, qo_indptr, layer=layer, out=out)
 
     def _tables(
         self, slot_table: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor

@@ -9,7 +9,6 @@ device when the graph replays.
 
 from __future__ import annotations
 
-import math
 from typing import Protocol, overload
 
 import torch
@@ -20,6 +19,7 @@ from inkling_backend.attention.reference_path import ReferencePath
 from inkling_backend.attention.spec import AttentionSpec, requirements
 from inkling_backend.errors import InvalidTensorError, UnsupportedError
 from inkling_backend.formats import Query
+from inkling_backend.formats.layer_attention import LayerAttention
 from inkling_backend.formats.layout import LayerCache
 from inkling_backend.kernels.arch import capability_of
 
@@ -63,7 +63,7 @@ class _Path(Protocol):
         query: Query,
         cache: LayerCache,
         out: torch.Tensor,
-        sm_scale: float,
+        layer: LayerAttention,
     ) -> None: ...
 
 
@@ -203,7 +203,7 @@ class AttentionRunner:
         query: Query,
         cache: LayerCache,
         out: torch.Tensor,
-        sm_scale: float,
+        layer: LayerAttention,
     ) -> torch.Tensor:
         """Attention of one layer.
 
@@ -212,7 +212,7 @@ class AttentionRunner:
             query: ``[T, query heads, Dk]``; T is ``plan.batch`` for decode, and for extend at least
                 ``qo_indptr[-1]``. Rows from there on are padding and their ``out`` is not written.
             out: ``[T, query heads, Dv]`` or ``[T, query heads * Dv]``, contiguous, model's dtype.
-            sm_scale: positive factor of the logits.
+            layer: scale, window, soft-cap, causality and sinks of the layer.
 
         Returns:
             ``out``.
@@ -224,10 +224,9 @@ class AttentionRunner:
         if out.dtype != self.spec.dtype or not out.is_contiguous():
             got = f"{out.dtype}, strides {out.stride()}"
             raise InvalidTensorError("out", "contiguous", self.spec.dtype, got)
-        if not 0.0 < sm_scale < math.inf:
-            raise InvalidTensorError("sm_scale", "a value", "positive and finite", sm_scale)
+        layer.check_sinks(heads)
         if rows and plan.batch and getattr(plan, "max_q_len", 1):
-            self._path.run(plan, query, cache, out.view(rows, heads, head_dim), sm_scale)
+            self._path.run(plan, query, cache, out.view(rows, heads, head_dim), layer)
         return out
 
     def _check_query(self, plan: DecodePlan | ExtendPlan, query: Query) -> int:

@@ -10,6 +10,7 @@ import torch
 from inkling_backend.attention.plans import DecodePlan, ExtendPlan
 from inkling_backend.attention.spec import AttentionSpec
 from inkling_backend.formats import Query
+from inkling_backend.formats.layer_attention import LayerAttention
 from inkling_backend.formats.layout import LayerCache
 from inkling_backend.kernels import plan as planner
 from inkling_backend.kernels.arch import capability_of
@@ -128,7 +129,7 @@ class TritonPath:
         query: Query,
         cache: LayerCache,
         out: torch.Tensor,
-        sm_scale: float,
+        layer: LayerAttention,
     ) -> None:
         if isinstance(plan, ExtendPlan):
             extend(
@@ -140,7 +141,7 @@ class TritonPath:
                 batch=plan.batch,
                 max_q_len=plan.max_q_len,
                 out=out,
-                sm_scale=sm_scale,
+                layer=layer,
             )
             return
         assert plan.work is not None
@@ -148,11 +149,12 @@ class TritonPath:
             query,
             cache,
             plan.page_table,
+            plan.seq_lens,
             plan.work,
             plan.batch,
             self._partial,
             out,
-            sm_scale,
+            layer,
         )
         self._decode(call)
         merge(call)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from inkling_backend.attention import AttentionRunner, AttentionSpec
+from inkling_backend.attention import AttentionRunner, AttentionSpec, LayerAttention
 from inkling_backend.bench.cases import Case, Heads
 from inkling_backend.cache import KVCachePool
 from inkling_backend.formats import Recipe
@@ -119,7 +119,7 @@ class Lab:
         self.rotate_bytes = rotate_bytes
         self.max_batch = max_batch
         self.max_context = max_context
-        self.sm_scale = heads.head_dim**-0.5
+        self.layer = LayerAttention(heads.head_dim**-0.5)
         self._runners: dict[str, AttentionRunner] = {}
 
     def grow(self, cases: list[Case]) -> None:

@@ -7,6 +7,7 @@ import torch
 from inkling_backend.bench.data import Batch
 from inkling_backend.cache import KVCachePool
 from inkling_backend.formats import Query
+from inkling_backend.formats.layer_attention import LayerAttention
 from inkling_backend.formats.layout import LayerCache
 from inkling_backend.reference import attend
 
@@ -34,7 +35,7 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def attention_error(
-    cache: LayerCache, batch: Batch, query: Query, out: torch.Tensor, sm_scale: float
+    cache: LayerCache, batch: Batch, query: Query, out: torch.Tensor, layer: LayerAttention
 ) -> float:
     """Relative error of some of a batch's outputs.
 
@@ -69,7 +70,7 @@ def attention_error(
         batch.page_table[torch.tensor(requests, device=device)],
         torch.tensor(lens, device=device),
         torch.tensor(indptr, device=device),
-        sm_scale=sm_scale,
+        layer=layer,
         out=expected,
     )
     return relative_error(got, expected)

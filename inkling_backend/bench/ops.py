@@ -71,11 +71,11 @@ def _attention(lab: Lab, recipe: Recipe, case: Case, rotate: bool) -> Prepared:
         current = query
         if case.store:
             current = runner.store(cache, k, v, batch.new_slots, q)
-        runner.run(plan, current, cache, out, lab.sm_scale)
+        runner.run(plan, current, cache, out, lab.layer)
 
     def check() -> None:
         last = pool.layer(pool.num_layers - 1)
-        gate.check_attention(gate.attention_error(last, batch, query, out, lab.sm_scale))
+        gate.check_attention(gate.attention_error(last, batch, query, out, lab.layer))
 
     return Prepared(pool.num_layers, launch, lambda: out.fill_(torch.nan), check)
 

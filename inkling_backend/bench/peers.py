@@ -138,8 +138,8 @@ class Peers:
         replay()
         if peer.bound is not None:
             cache = layers[(calls - 1) % len(layers)]
-            scale = self._lab.sm_scale
-            error = gate.attention_error(cache, batch, Query(q), last[0], scale)
+            layer = self._lab.layer
+            error = gate.attention_error(cache, batch, Query(q), last[0], layer)
             gate.check_attention(error, peer.bound)
         return self._meter.time(replay, calls).us
 

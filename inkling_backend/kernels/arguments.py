@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 
 from inkling_backend.formats import FORMATS, Query, get_format
+from inkling_backend.formats.layer_attention import LayerAttention
 from inkling_backend.formats.layout import CacheLayout, LayerCache
 from inkling_backend.kernels.compile_case import CompileCase
 from inkling_backend.kernels.configs import KernelConfig
@@ -27,6 +29,16 @@ def cache_arguments(query: Query, cache: LayerCache) -> tuple[torch.Tensor | Non
         cache.k_global,
         cache.v_global,
     )
+
+
+def layer_arguments(layer: LayerAttention) -> tuple[Any, ...]:
+    """What an attention kernel takes of a layer: sm_scale_log2, window, softcap_log2, sinks_ptr.
+
+    Both factors are for exponents of two. A feature that the layer has not is None: a constant, so
+    that nothing of it is compiled.
+    """
+    softcap = None if layer.softcap is None else layer.softcap * math.log2(math.e)
+    return layer.sm_scale * math.log2(math.e), layer.window, softcap, layer.sinks
 
 
 def cache_constants(layout: CacheLayout, group: int, max_pages: int) -> dict[str, Any]:
@@ -49,6 +61,7 @@ class Example(NamedTuple):
 
     dtype: Triton's name of the model's dtype.
     quantized: whether its query is MXFP8.
+    features: names of the arguments of `layer_arguments` that are not None.
     """
 
     name: str
@@ -56,6 +69,13 @@ class Example(NamedTuple):
     group: int
     dtype: str
     quantized: bool
+    features: tuple[str, ...] = ()
+
+    def layer_signature(self) -> dict[str, str]:
+        """Types of `layer_arguments`."""
+        types = {"window": "i32", "softcap_log2": "fp32", "sinks_ptr": f"*{self.dtype}"}
+        absent = dict.fromkeys(set(types) - set(self.features), "constexpr")
+        return {"sm_scale_log2": "fp32", **types, **absent}
 
     def signature(self) -> dict[str, str]:
         """Types of `cache_arguments`."""
@@ -72,7 +92,8 @@ class Example(NamedTuple):
 
 
 def examples() -> Iterator[Example]:
-    """Every format and a mixed pair, every head size and group; a float16 model; small pages."""
+    """Every format and a mixed pair, every head size and group; a float16 model; small pages;
+    layers with features."""
     pairs = [(name, name) for name in FORMATS]
     cases = list(itertools.product([*pairs, ("mxfp8", "nvfp4")], ((128, 4), (256, 7))))
     cases += list(itertools.product([p for p in pairs if p[0] != "kvfp4"], ((64, 1), (96, 4))))
@@ -84,6 +105,16 @@ def examples() -> Iterator[Example]:
     yield Example("float16", half, 16, "fp16", quantized=False)
     uneven = CacheLayout(mxfp8, mxfp8, 1, 192, 128, page_size=32)
     yield Example("page32-dk192-dv128", uneven, 64, "bf16", quantized=False)
+    for name, head_dim, group, features in (
+        ("mxfp8", 64, 8, ("window", "sinks_ptr")),  # GPT-OSS
+        ("nvfp4", 128, 4, ("window", "softcap_log2", "sinks_ptr")),
+        ("bf16", 256, 2, ("window", "softcap_log2")),  # Gemma 2
+    ):
+        fmt = get_format(name)
+        layout = CacheLayout(fmt, fmt, 8, head_dim, head_dim)
+        yield Example(f"features-{name}", layout, group, "bf16", name == "mxfp8", features)
+    encoder = CacheLayout(mxfp8, mxfp8, 8, 96, 96)
+    yield Example("features-encoder", encoder, 1, "fp16", True, ("softcap_log2",))
 
 
 def compile_case(
@@ -99,7 +130,7 @@ def compile_case(
         signature: types of the run-time arguments behind `cache_arguments`.
         constants: constexprs but for QUANTIZED.
     """
-    signature = {**example.signature(), **signature}
+    signature = {**example.signature(), **example.layer_signature(), **signature}
     absent = {name: None for name, kind in signature.items() if kind == "constexpr"}
     kind = kernel.fn.__name__.strip("_").removesuffix("_kernel")
     return CompileCase(

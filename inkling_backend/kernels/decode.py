@@ -8,7 +8,6 @@ they are stored. A request of one split is finished here; the others leave a par
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ import triton
 import triton.language as tl
 
 from inkling_backend.formats import Query
+from inkling_backend.formats.layer_attention import LayerAttention
 from inkling_backend.formats.layout import LayerCache
 from inkling_backend.kernels.arguments import (
     Example,
@@ -24,6 +24,7 @@ from inkling_backend.kernels.arguments import (
     cache_constants,
     compile_case,
     examples,
+    layer_arguments,
 )
 from inkling_backend.kernels.codec import load_query, load_rows
 from inkling_backend.kernels.compile_case import CompileCase
@@ -36,6 +37,7 @@ from inkling_backend.kernels.plan import WorkList, load_record
 from inkling_backend.kernels.tile import (
     normalizer,
     raw_logits,
+    soft_cap,
     softmax_step,
     tile_slots,
     to_dtype,
@@ -73,21 +75,22 @@ class DecodeCall(NamedTuple):
     """Decode of one layer: what its kernels take.
 
     query: ``[B, Hq, Dk]``.
-    page_table, work: as `plan.plan_decode` left them.
+    page_table, seq_lens, work: as `plan.plan_decode` left them.
     batch: requests.
     partial: room for every work item.
     out: ``[B, Hq, Dv]`` bfloat16 or float16.
-    sm_scale: positive factor of the logits.
+    layer: what the layer asks for; one token sees the same whether causal or not.
     """
 
     query: Query
     cache: LayerCache
     page_table: torch.Tensor
+    seq_lens: torch.Tensor
     work: WorkList
     batch: int
     partial: Partial
     out: torch.Tensor
-    sm_scale: float
+    layer: LayerAttention
 
     @property
     def group(self) -> int:
@@ -99,11 +102,12 @@ class DecodeCall(NamedTuple):
         return (
             *cache_arguments(self.query, self.cache),
             self.page_table,
+            self.seq_lens,
             *self.work,
             *self.partial,
             self.out,
             self.batch,
-            self.sm_scale * math.log2(math.e),
+            *layer_arguments(self.layer),
         )
 
     def constants(self) -> dict[str, Any]:
@@ -118,13 +122,12 @@ def decode_case(
     kernel: Any, example: Example, config: KernelConfig, constants: dict[str, Any], **words: str
 ) -> CompileCase:
     """The compile case of a decode kernel; ``words`` are types of arguments of its own."""
-    integers = ("page_table", "work_indptr", "chunked", "work", "failures")
+    integers = ("page_table", "seq_lens", "work_indptr", "chunked", "work", "failures")
     signature = {
         **dict.fromkeys((f"{name}_ptr" for name in integers), "*i32"),
         **dict.fromkeys(("partial_ptr", "top_ptr", "total_ptr"), "*fp32"),
         "out_ptr": f"*{example.dtype}",
         "batch": "i32",
-        "sm_scale_log2": "fp32",
         **words,
     }
     constants = {**cache_constants(example.layout, example.group, 1024)} | constants
@@ -142,7 +145,9 @@ def attend_split(
     head,
     start,
     end,
+    oldest,
     scale_log2,
+    softcap_log2,
     BLOCK_N: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -152,22 +157,35 @@ def attend_split(
     Args:
         q: ``[M, K.pad]``, the group's query heads.
         table_ptr: the request's page table.
+        oldest: first position that is seen (it may be negative); None if there is no window.
+        scale_log2, softcap_log2: as in `layer_arguments`, with the global scale of K.
 
     Returns:
-        (acc ``[M, V.pad]``, row_max ``[M]``, row_sum ``[M]``) as `tile.softmax_step` keeps them.
+        (acc ``[M, V.pad]``, top ``[M]``, total ``[M]``) as in `Partial`.
     """
     BLOCK_M: tl.constexpr = q.shape[0]
     V_PAD: tl.constexpr = V.pad
     acc = tl.zeros([BLOCK_M, V_PAD], dtype=tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+    step_log2 = scale_log2
+    if softcap_log2 is not None:
+        step_log2 = 1.0
+    if oldest is not None:
+        start = tl.maximum(start, oldest // BLOCK_N * BLOCK_N)
     for tile in range(start, end, BLOCK_N):
-        _pos, slot, live = tile_slots(table_ptr, tile, end, K.page, BLOCK_N)
+        pos, slot, live = tile_slots(table_ptr, tile, end, K.page, BLOCK_N)
+        if oldest is not None:
+            live = live & (pos >= oldest)
         k = load_rows(k_ptr, k_scale_ptr, slot, head, live, K)  # [N, DK]
-        logits = tl.where(live[None, :], raw_logits(q, k), float("-inf"))
+        logits = raw_logits(q, k)
+        if softcap_log2 is not None:
+            logits = soft_cap(logits, scale_log2 / softcap_log2, softcap_log2)
+        logits = tl.where(live[None, :], logits, float("-inf"))
         v = load_rows(v_ptr, v_scale_ptr, slot, head, live, V)  # [N, DV]
-        acc, row_max, row_sum = softmax_step(logits, v, acc, row_max, row_sum, scale_log2)
-    return acc, row_max, row_sum
+        acc, row_max, row_sum = softmax_step(logits, v, acc, row_max, row_sum, step_log2)
+    # A sum that is a product alone, as in `tile.soft_cap`.
+    return acc, tl.fma(row_max, step_log2, 0.0), row_sum
 
 
 @triton.jit
@@ -183,6 +201,8 @@ def store_split(
     top,
     total,
     v_global,
+    sinks_ptr,
+    q_head,
     finished,
     V: tl.constexpr,
 ):
@@ -190,12 +210,14 @@ def store_split(
 
     Args:
         row, part: ``[M]`` int64, rows of the output and of the partial results.
-        top: ``[M]``, the largest logit to base 2.
+        acc, top, total: of `attend_split`.
+        q_head: ``[M]``, of the query heads, for their sinks.
     """
     i_d = tl.arange(0, V.pad)
     m_out = m_row[:, None] & (i_d < V.dim)[None, :]
     if finished:
-        result = to_dtype(acc * normalizer(v_global, total)[:, None], out_ptr.dtype.element_ty)
+        factor = normalizer(v_global, top, total, sinks_ptr, q_head)
+        result = to_dtype(acc * factor[:, None], out_ptr.dtype.element_ty)
         tl.store(out_ptr + row[:, None] * V.dim + i_d[None, :], result, mask=m_out)
     else:
         tl.store(partial_ptr + part[:, None] * V.dim + i_d[None, :], acc, mask=m_out)
@@ -203,7 +225,7 @@ def store_split(
         tl.store(total_ptr + part, total, mask=m_row)
 
 
-@triton.jit(do_not_specialize=["batch"])
+@triton.jit(do_not_specialize=["batch", "window"])
 def _decode_kernel(
     q_ptr,
     q_scale_ptr,
@@ -214,6 +236,7 @@ def _decode_kernel(
     k_global_ptr,
     v_global_ptr,
     page_table_ptr,
+    seq_lens_ptr,
     work_indptr_ptr,
     chunked_ptr,
     work_ptr,
@@ -224,6 +247,9 @@ def _decode_kernel(
     out_ptr,
     batch,
     sm_scale_log2,
+    window,
+    softcap_log2,
+    sinks_ptr,
     MAX_PAGES: tl.constexpr,
     GROUP: tl.constexpr,
     QUANTIZED: tl.constexpr,
@@ -250,7 +276,10 @@ def _decode_kernel(
         request, start, end, whole = load_record(work_ptr, work)
         row = request.to(tl.int64) * (K.heads * GROUP) + head * GROUP + i_m  # [M]
         q = load_query(q_ptr, q_scale_ptr, row, m_m, QUANTIZED, K.dim, K.pad)
-        acc, row_max, row_sum = attend_split(
+        oldest = None
+        if window is not None:
+            oldest = tl.load(seq_lens_ptr + request) - 1 - window
+        acc, top, total = attend_split(
             q,
             k_ptr,
             k_scale_ptr,
@@ -260,7 +289,9 @@ def _decode_kernel(
             head,
             start,
             end,
+            oldest,
             scale_log2,
+            softcap_log2,
             BLOCK_N=BLOCK_N,
             K=K,
             V=V,
@@ -275,9 +306,11 @@ def _decode_kernel(
             part,
             m_m,
             acc,
-            row_max * scale_log2,
-            row_sum,
+            top,
+            total,
             v_global,
+            sinks_ptr,
+            head * GROUP + i_m % GROUP,
             whole,
             V,
         )

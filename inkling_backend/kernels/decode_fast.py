@@ -47,7 +47,7 @@ from inkling_backend.kernels.configs import (
 from inkling_backend.kernels.decode import DecodeCall, decode_case
 from inkling_backend.kernels.decode_redo import decode_redo
 from inkling_backend.kernels.plan import load_record
-from inkling_backend.kernels.tile import fold, normalizer, to_dtype
+from inkling_backend.kernels.tile import fold, normalizer, soft_cap, to_dtype
 
 
 @triton.jit
@@ -165,7 +165,7 @@ def _fold(top, total, acc, chunk_top, chunk_total, chunk_acc):
         )
 
 
-@triton.jit(do_not_specialize=["batch"])
+@triton.jit(do_not_specialize=["batch", "window"])
 def _decode_fast_kernel(
     q_ptr,
     q_scale_ptr,
@@ -176,6 +176,7 @@ def _decode_fast_kernel(
     k_global_ptr,
     v_global_ptr,
     page_table_ptr,
+    seq_lens_ptr,
     work_indptr_ptr,
     chunked_ptr,
     work_ptr,
@@ -186,6 +187,9 @@ def _decode_fast_kernel(
     out_ptr,
     batch,
     sm_scale_log2,
+    window,
+    softcap_log2,
+    sinks_ptr,
     k_words,
     v_words,
     MAX_PAGES: tl.constexpr,
@@ -230,6 +234,12 @@ def _decode_fast_kernel(
         else:
             q, down = _scaled_query(q_ptr, q_scale_ptr, row, m_m, QUANTIZED, K.dim, CK)
             scale = down * (scale_log2 * unshift(K_FMT))
+        step = scale
+        if softcap_log2 is not None:
+            step = tl.full([BLOCK_M], 1.0, tl.float32)
+        if window is not None:
+            oldest = tl.load(seq_lens_ptr + request) - 1 - window
+            start = tl.maximum(start, oldest // BLOCK_N * BLOCK_N)
 
         top = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
         total = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -252,11 +262,16 @@ def _decode_fast_kernel(
                 k = multiply(k, tl.reshape(factor, (BLOCK_N, WK)))
             logits = _dot(k, q)  # [N, M]
             s = logits
+            if softcap_log2 is not None:
+                s = soft_cap(s, (scale / softcap_log2)[None, :], softcap_log2)
             if tile + BLOCK_N > end:
                 s = tl.where((tile + i_n < end)[:, None], s, float("-inf"))
+            if window is not None:  # noqa: SIM102 - this is decided when compiling
+                if tile < oldest:
+                    s = tl.where((tile + i_n >= oldest)[:, None], s, float("-inf"))
             # Fourteen powers of two of float16 are left above 1: they keep small probabilities.
-            new_top = tl.maximum(top, tl.max(s, 0) * scale - 14.0)
-            p = exp2(s * scale[None, :] - new_top[None, :])
+            new_top = tl.maximum(top, tl.max(s, 0) * step - 14.0)
+            p = exp2(s * step[None, :] - new_top[None, :])
             alpha = exp2(top - new_top)
             # Zero times a logit shows that it was out of range: -inf alone would go unnoticed.
             total = total * alpha + tl.sum(tl.fma(logits, 0.0, p), 0)
@@ -287,7 +302,8 @@ def _decode_fast_kernel(
         part = work.to(tl.int64) * (K.heads * GROUP) + head * GROUP + i_m  # [M]
         tl.store(total_ptr + part, tl.where(finite, total, float("nan")), mask=m_m)
         if whole:
-            factor = normalizer(v_global, total) * unshift(V_FMT)
+            q_head = head * GROUP + i_m % GROUP
+            factor = normalizer(v_global, top, total, sinks_ptr, q_head) * unshift(V_FMT)
             _store(out_ptr, row, acc, factor, m_m, V.dim)
         else:
             factor = tl.full([BLOCK_M], unshift(V_FMT), tl.float32)

@@ -26,7 +26,7 @@ from inkling_backend.kernels.decode import DecodeCall, attend_split, decode_case
 from inkling_backend.kernels.plan import load_record
 
 
-@triton.jit(do_not_specialize=["batch"])
+@triton.jit(do_not_specialize=["batch", "window"])
 def _decode_redo_kernel(
     q_ptr,
     q_scale_ptr,
@@ -37,6 +37,7 @@ def _decode_redo_kernel(
     k_global_ptr,
     v_global_ptr,
     page_table_ptr,
+    seq_lens_ptr,
     work_indptr_ptr,
     chunked_ptr,
     work_ptr,
@@ -47,6 +48,9 @@ def _decode_redo_kernel(
     out_ptr,
     batch,
     sm_scale_log2,
+    window,
+    softcap_log2,
+    sinks_ptr,
     MAX_PAGES: tl.constexpr,
     GROUP: tl.constexpr,
     QUANTIZED: tl.constexpr,
@@ -86,7 +90,10 @@ def _decode_redo_kernel(
             _request, _start, end, _whole = load_record(work_ptr, work + parts - 1)
             row = request.to(tl.int64) * (K.heads * GROUP) + head * GROUP + i_m
             q = load_query(q_ptr, q_scale_ptr, row, m_m, QUANTIZED, K.dim, K.pad)
-            acc, row_max, row_sum = attend_split(
+            oldest = None
+            if window is not None:
+                oldest = tl.load(seq_lens_ptr + request) - 1 - window
+            acc, top, total = attend_split(
                 q,
                 k_ptr,
                 k_scale_ptr,
@@ -96,7 +103,9 @@ def _decode_redo_kernel(
                 head,
                 start,
                 end,
+                oldest,
                 scale_log2,
+                softcap_log2,
                 BLOCK_N=BLOCK_N,
                 K=K,
                 V=V,
@@ -110,9 +119,11 @@ def _decode_redo_kernel(
                 part,
                 m_m,
                 acc,
-                row_max * scale_log2,
-                row_sum,
+                top,
+                total,
                 v_global,
+                sinks_ptr,
+                head * GROUP + i_m % GROUP,
                 whole,
                 V,
             )

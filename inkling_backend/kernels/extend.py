@@ -1,14 +1,13 @@
-"""Extend: several new tokens per request, causal, against the paged, block-scaled cache.
+"""Extend: several new tokens per request against the paged, block-scaled cache.
 
 The new tokens are in the cache already (store runs first), so a prefix from the prefix cache, an
 earlier chunk and the tokens themselves are read alike. One program takes `block_m` rows, tokens
-times the query heads of one KV head, and walks the KV tiles from position 0. Tile borders depend on
-positions alone, so a row's result is the same in whatever chunk or batch it is computed.
+times the query heads of one KV head, and walks the KV tiles that any of them sees. Tile borders
+depend on positions alone, so a row's result is the same in whatever chunk or batch it is computed.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
@@ -18,19 +17,23 @@ import triton
 import triton.language as tl
 
 from inkling_backend.formats import Query
+from inkling_backend.formats.layer_attention import LayerAttention
 from inkling_backend.formats.layout import CacheLayout, LayerCache
 from inkling_backend.kernels.arguments import (
     cache_arguments,
     cache_constants,
     compile_case,
     examples,
+    layer_arguments,
 )
 from inkling_backend.kernels.codec import load_query, load_rows, to_bf16, to_float32
 from inkling_backend.kernels.compile_case import CompileCase
 from inkling_backend.kernels.configs import KernelConfig, extend_config
 from inkling_backend.kernels.tile import (
     dot,
+    normalizer,
     raw_logits,
+    soft_cap,
     softmax_step,
     tile_slots,
     to_dtype,
@@ -43,7 +46,17 @@ def _finite(x):
     return tl.abs(x) < float("inf")
 
 
-@triton.jit(do_not_specialize=["batch", "tiles"])
+@triton.jit
+def _sees(pos_k, first, last):
+    """Whether rows that see the positions ``first`` (None: from 0) to ``last`` ``[M]`` see a tile's
+    ``pos_k [N]``: bool ``[M, N]``."""
+    seen = pos_k[None, :] <= last[:, None]
+    if first is not None:
+        seen = seen & (pos_k[None, :] >= first[:, None])
+    return seen
+
+
+@triton.jit(do_not_specialize=["batch", "tiles", "window"])
 def _extend_kernel(
     q_ptr,
     q_scale_ptr,
@@ -60,11 +73,15 @@ def _extend_kernel(
     batch,
     tiles,
     sm_scale_log2,
+    window,
+    softcap_log2,
+    sinks_ptr,
     MAX_PAGES: tl.constexpr,
     GROUP: tl.constexpr,
     QUANTIZED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
 ):
@@ -88,12 +105,28 @@ def _extend_kernel(
     i_row = first_row + tl.arange(0, BLOCK_M)
     token = i_row // GROUP  # [M], of this request's new tokens
     m_row = token < q_len
-    first_pos = tl.load(seq_lens_ptr + request) - q_len
+    length = tl.load(seq_lens_ptr + request)
+    first_pos = length - q_len
     pos_q = first_pos + token  # [M]
-    last_token = tl.minimum((first_row + BLOCK_M - 1) // GROUP, q_len - 1)
-    end = first_pos + last_token + 1
+    lowest = first_pos + first_row // GROUP
+    highest = first_pos + tl.minimum((first_row + BLOCK_M - 1) // GROUP, q_len - 1)
+    last = pos_q
+    end = highest + 1
     # Up to here every row of the tile sees every token.
-    whole = tl.maximum(first_pos + first_row // GROUP + 1, 0) // BLOCK_N * BLOCK_N
+    whole = tl.maximum(lowest + 1, 0) // BLOCK_N * BLOCK_N
+    if not CAUSAL:
+        last = tl.where(pos_q < 0, -1, length - 1)
+        end = length
+        whole = tl.where(lowest < 0, 0, length // BLOCK_N * BLOCK_N)
+    # With a window, tiles before `begin` are seen by no row, those from `inner` on by every row.
+    first = None
+    begin = 0
+    inner = 0
+    if window is not None:
+        first = pos_q - window
+        begin = tl.maximum(lowest - window, 0) // BLOCK_N * BLOCK_N
+        inner = (tl.maximum(highest - window, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+        whole = tl.maximum(whole, inner)
     table_ptr = page_table_ptr + request.to(tl.int64) * MAX_PAGES
 
     row = (q_start + token).to(tl.int64) * (K.heads * GROUP) + head * GROUP + i_row % GROUP  # [M]
@@ -102,34 +135,46 @@ def _extend_kernel(
     row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
     dirty = tl.zeros([BLOCK_N], dtype=tl.int32)
-    for masked in tl.static_range(2):
-        for tile in range(whole if masked else 0, end if masked else whole, BLOCK_N):
+    step_log2 = scale_log2
+    if softcap_log2 is not None:
+        step_log2 = 1.0
+    for stage in tl.static_range(0 if window is not None else 1, 3):
+        if stage == 0:
+            tiles_from, tiles_to = begin, tl.minimum(inner, end)
+        elif stage == 1:
+            tiles_from, tiles_to = inner, whole
+        else:
+            tiles_from, tiles_to = whole, end
+        for tile in range(tiles_from, tiles_to, BLOCK_N):
             pos_k, slot, live = tile_slots(table_ptr, tile, end, K.page, BLOCK_N)
             k = load_rows(k_ptr, k_scale_ptr, slot, head, live, K)  # [N, DK]
             logits = raw_logits(q, k)
+            if softcap_log2 is not None:
+                logits = soft_cap(logits, scale_log2 / softcap_log2, softcap_log2)
             v = load_rows(v_ptr, v_scale_ptr, slot, head, live, V)  # [N, DV]
-            if masked:
-                visible = pos_k[None, :] <= pos_q[:, None]  # [M, N]
-                logits = tl.where(visible, logits, float("-inf"))
+            if stage != 1:
+                logits = tl.where(_sees(pos_k, first, last), logits, float("-inf"))
                 # Zero times NaN is NaN: a NaN of a later token would reach the rows before it that
                 # share its chunk.
                 bad = ~_finite(to_float32(v))
                 dirty = tl.maximum(dirty, tl.max(bad.to(tl.int32), 1))
                 v = tl.where(bad, 0.0, v)
-            acc, row_max, row_sum = softmax_step(logits, v, acc, row_max, row_sum, scale_log2)
+            acc, row_max, row_sum = softmax_step(logits, v, acc, row_max, row_sum, step_log2)
 
     if tl.max(dirty, 0) > 0:
         # Rare: now what was taken out goes, as NaN, to the rows that see it.
-        for tile in range(whole, end, BLOCK_N):
+        for tile in range(begin if window is not None else whole, end, BLOCK_N):
             pos_k, slot, live = tile_slots(table_ptr, tile, end, K.page, BLOCK_N)
             v = load_rows(v_ptr, v_scale_ptr, slot, head, live, V)  # [N, DV]
-            seen = to_bf16(tl.where(pos_k[None, :] <= pos_q[:, None], 1.0, 0.0))
+            seen = to_bf16(tl.where(_sees(pos_k, first, last), 1.0, 0.0))
             bad = to_bf16(tl.where(_finite(to_float32(v)), 0.0, 1.0))
             hits = dot(seen, bad, tl.zeros([BLOCK_M, V_PAD], dtype=tl.float32))
             acc = tl.where(hits > 0.0, float("nan"), acc)
     # And an Inf that a row saw in a whole tile ends like that, too.
     acc = tl.where(_finite(acc), acc, float("nan"))
-    norm = v_global / tl.where(row_sum == 0.0, 1.0, row_sum)
+    # A sum that is a product alone, as in `tile.soft_cap`.
+    top = tl.fma(row_max, step_log2, 0.0)
+    norm = normalizer(v_global, top, row_sum, sinks_ptr, head * GROUP + i_row % GROUP)
     i_d = tl.arange(0, V.pad)
     p_out = out_ptr + row[:, None] * V.dim + i_d[None, :]
     m_out = m_row[:, None] & (i_d < V.dim)[None, :]
@@ -138,12 +183,13 @@ def _extend_kernel(
 
 @lru_cache(maxsize=64)
 def _constants(
-    layout: CacheLayout, group: int, max_pages: int, config: KernelConfig
+    layout: CacheLayout, group: int, max_pages: int, config: KernelConfig, causal: bool
 ) -> dict[str, Any]:
     return {
         **cache_constants(layout, group, max_pages),
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
+        "CAUSAL": causal,
     }
 
 
@@ -157,16 +203,16 @@ def extend(
     batch: int,
     max_q_len: int,
     out: torch.Tensor,
-    sm_scale: float,
+    layer: LayerAttention,
 ) -> None:
-    """Causal attention of the new tokens of ``batch`` requests; one launch.
+    """Attention of the new tokens of ``batch`` requests; one launch.
 
     Args:
         query: ``[T, Hq, Dk]``; row j of a request has position ``seq_len - q_len + j``.
         page_table, seq_lens, qo_indptr: as `plan.plan_extend` left them.
         max_q_len: no request has more new tokens.
         out: ``[T, Hq, Dv]`` bfloat16 or float16; rows beyond ``qo_indptr[batch]`` are not written.
-        sm_scale: positive.
+        layer: what the layer asks for.
     """
     layout = cache.layout
     group = query.data.shape[1] // layout.num_kv_heads
@@ -180,11 +226,11 @@ def extend(
         out,
         batch,
         tiles,
-        sm_scale * math.log2(math.e),
+        *layer_arguments(layer),
         QUANTIZED=query.scale is not None,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **_constants(layout, group, page_table.shape[1], config),
+        **_constants(layout, group, page_table.shape[1], config, layer.causal),
     )
 
 
@@ -196,7 +242,7 @@ def compile_cases() -> Iterator[CompileCase]:
             **dict.fromkeys(("page_table_ptr", "seq_lens_ptr", "qo_indptr_ptr"), "*i32"),
             "out_ptr": f"*{example.dtype}",
             **dict.fromkeys(("batch", "tiles"), "i32"),
-            "sm_scale_log2": "fp32",
         }
-        constants = _constants(example.layout, example.group, 1024, config)
+        causal = example.name != "features-encoder"
+        constants = _constants(example.layout, example.group, 1024, config, causal)
         yield compile_case(_extend_kernel, example, signature, constants, config)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -42,6 +43,7 @@ def _merge_kernel(
     work_indptr_ptr,
     chunked_ptr,
     v_global_ptr,
+    sinks_ptr,
     out_ptr,
     Q_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -104,7 +106,7 @@ def _merge_kernel(
                     total = tl.fma(s_total, weight, total)
                     acc = tl.fma(s_acc, tl.broadcast_to(weight, [COLUMNS]), acc)
         p_out = out_ptr + (request.to(tl.int64) * Q_HEADS + head) * DV + i_d
-        out = acc * normalizer(v_global, total)
+        out = acc * normalizer(v_global, base, total, sinks_ptr, head)
         tl.store(p_out, to_dtype(out, out_ptr.dtype.element_ty), mask=m_d)
 
 
@@ -128,6 +130,7 @@ def merge(call: DecodeCall) -> None:
         call.work.indptr,
         call.work.chunked,
         call.cache.v_global,
+        call.layer.sinks,
         call.out,
         **_constants(q_heads, head_dim, heads, columns),
         num_warps=1,
@@ -137,12 +140,17 @@ def merge(call: DecodeCall) -> None:
 def compile_cases() -> Iterator[CompileCase]:
     """What launches of this module compile to."""
     sizes = ((64, "bf16"), (96, "bf16"), (128, "bf16"), (256, "bf16"), (128, "fp16"))
-    for (head_dim, dtype), batch in itertools.product(sizes, (1, 1024)):
+    cases = [(*size, batch, False) for size, batch in itertools.product(sizes, (1, 1024))]
+    for head_dim, dtype, batch, sinks in (*cases, (64, "bf16", 1024, True)):
+        floats = ("partial_ptr", "top_ptr", "total_ptr", "v_global_ptr")
         signature = {
-            **dict.fromkeys(("partial_ptr", "top_ptr", "total_ptr", "v_global_ptr"), "*fp32"),
+            **dict.fromkeys(floats, "*fp32"),
+            "sinks_ptr": "*bf16" if sinks else "constexpr",
             **dict.fromkeys(("failures_ptr", "work_indptr_ptr", "chunked_ptr"), "*i32"),
             "out_ptr": f"*{dtype}",
         }
-        name = f"merge-{dtype}-d{head_dim}-b{batch}"
-        constants = _constants(32, head_dim, *merge_tile(batch, 32, head_dim))
+        name = f"merge-{dtype}-d{head_dim}-b{batch}{'-sinks' if sinks else ''}"
+        constants: dict[str, Any] = _constants(32, head_dim, *merge_tile(batch, 32, head_dim))
+        if not sinks:
+            constants |= {"sinks_ptr": None}
         yield CompileCase(name, _merge_kernel, signature, constants, num_warps=1)

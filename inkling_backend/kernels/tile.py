@@ -7,10 +7,14 @@ which a row sees nothing leaves that row exactly as it was.
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
 
 from inkling_backend.kernels.codec import INTERPRETED, to_bf16, to_float32
+
+LOG2E = tl.constexpr(math.log2(math.e))
 
 
 @triton.jit
@@ -74,6 +78,24 @@ def raw_logits(q, k):
 
 
 @triton.jit
+def soft_cap(logits, factor, cap):
+    """``cap * tanh(logits * factor)`` in float32, within a few units in the last place.
+
+    Ends at ``cap`` for an infinite logit; NaN stays NaN.
+    """
+    x = logits * factor
+    size = tl.abs(x)
+    # Near zero the difference below has no digits left, and a large cap would show that.
+    square = x * x
+    series = tl.fma(square, tl.fma(square, 62.0 / 2835.0, -17.0 / 315.0), 2.0 / 15.0)
+    near = tl.fma(x * square, tl.fma(square, series, -1.0 / 3.0), x)
+    far = 1.0 - 2.0 / (tl.math.exp2(size * (2.0 * LOG2E)) + 1.0)
+    far = tl.where(x < 0.0, -far, far)
+    # A sum that is a product alone: no compiler takes it into the next subtraction.
+    return tl.fma(tl.where(size < 0.25, near, far), cap, 0.0)
+
+
+@triton.jit
 def softmax_step(logits, v, acc, row_max, row_sum, scale_log2):
     """Adds one tile to the running sums.
 
@@ -117,6 +139,19 @@ def fold(top_a, total_a, top_b, total_b):
 
 
 @triton.jit
-def normalizer(v_global, total):
-    """What a sum of rows of V is multiplied with; ``total`` is 0 where every logit was -inf."""
-    return v_global / tl.where(total == 0.0, 1.0, total)
+def normalizer(v_global, top, total, sinks_ptr, q_head):
+    """What a sum of rows of V is multiplied with, once for each request and query head.
+
+    Args:
+        v_global: global scale of V.
+        top, total: the sum of exponentials, as `fold` takes it; 0 where every logit was -inf.
+        sinks_ptr: ``[Hq]`` logits that count in the sum and have no value, or None.
+        q_head: index of the query head.
+    """
+    if sinks_ptr is None:
+        return v_global / tl.where(total == 0.0, 1.0, total)
+    else:
+        # A sum that is a product alone, as in `soft_cap`: its bits do not depend on the kernel.
+        sink = tl.fma(to_float32(tl.load(sinks_ptr + q_head)), LOG2E, 0.0)
+        _top, total, weight, _one = fold(top, total, sink, 1.0)
+        return v_global / tl.where(total == 0.0, 1.0, total) * weight

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from inkling_backend.errors import InvalidTensorError
+from inkling_backend.formats.layer_attention import LayerAttention
 from inkling_backend.formats.layout import LayerCache
 from inkling_backend.formats.query import Query
 from inkling_backend.reference.gather import read_rows
@@ -22,14 +23,14 @@ def attend(
     seq_lens: torch.Tensor,
     qo_indptr: torch.Tensor,
     *,
-    sm_scale: float,
+    layer: LayerAttention,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """Causal attention of ragged queries over the cached tokens of their requests.
+    """Attention of ragged queries over the cached tokens of their requests.
 
-    Row j of request b's ``n`` rows stands at position ``seq_lens[b] - n + j`` and sees the
-    positions up to its own; a row before position 0 sees nothing and gives zeros. A token that a
-    row does not see cannot reach it, whatever its bytes are. Synchronises with the host.
+    Row j of request b's ``n`` rows stands at position ``seq_lens[b] - n + j`` and sees what
+    ``layer`` says; a row before position 0 sees nothing and gives zeros. A token that a row does
+    not see cannot reach it, whatever its bytes are. Synchronises with the host.
 
     Args:
         query: ``[T, query heads, Dk]``; query heads are a multiple of the kv heads.
@@ -37,14 +38,15 @@ def attend(
         page_table: ``[B, max_pages]`` integer page numbers in position order.
         seq_lens: ``[B]`` integer tokens per request, new ones included.
         qo_indptr: ``[B + 1]`` integer; request b has the query rows ``qo_indptr[b:b + 2]``.
-        sm_scale: multiplies the logits.
+        layer: scale, window, soft-cap, causality and sinks.
         out: ``[T, query heads, Dv]``, any float dtype; every row of a request is written.
 
     Returns:
         ``out``.
     """
     _check_shapes(query, cache, page_table, seq_lens, qo_indptr, out)
-    q = query.dequantize() * sm_scale
+    layer.check_sinks(query.data.shape[1])
+    q = query.dequantize() * layer.sm_scale
     page = cache.layout.page_size
     bounds = qo_indptr.tolist()
     for b, length in enumerate(seq_lens.tolist()):
@@ -58,19 +60,24 @@ def attend(
         slots = page_table[b, positions // page].long() * page + positions % page
         index = scale_index(cache.layout, slots)
         k, v = read_rows(slots, cache, "k", index), read_rows(slots, cache, "v", index)
-        out[first:last] = _attend_one(q[first:last], k, v)
+        out[first:last] = _attend_one(q[first:last], k, v, layer)
     return out
 
 
-def _attend_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def _attend_one(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerAttention
+) -> torch.Tensor:
     """``[n, Hq, Dk]`` scaled, ``[L, Hkv, Dk]``, ``[L, Hkv, Dv]`` -> ``[n, Hq, Dv]``, float32."""
     n, num_q_heads, dk = q.shape
     length, num_kv_heads, dv = v.shape
     group = num_q_heads // num_kv_heads
     q = q.view(n, num_kv_heads, group, dk).transpose(0, 1)  # [Hkv, n, group, Dk]
     k, v = k.permute(1, 2, 0), v.transpose(0, 1)  # [Hkv, Dk, L], [Hkv, L, Dv]
+    window = length if layer.window is None else layer.window
     if n == 1:
-        out = torch.softmax(q.flatten(1, 2) @ k, dim=-1) @ v
+        oldest = max(0, length - 1 - window)
+        logits = (q.flatten(1, 2) @ k[..., oldest:]).unflatten(1, (1, group))
+        out = _probabilities(logits, None, layer).flatten(1, 2) @ v[:, oldest:]
         return out.reshape(1, num_q_heads, dv)
     bad = ~torch.isfinite(v)
     finite = not bool(bad.any())
@@ -80,18 +87,37 @@ def _attend_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tens
     while start < n:
         position = length - n + start
         stop = min(n, start + _TILE - position % _TILE)
-        seen = length - n + stop
+        # The same for every row of the tile, also where it is cut by a chunk.
+        oldest = max(0, position // _TILE * _TILE - window)
+        seen = slice(oldest, length - n + stop if layer.causal else length)
         rows = torch.arange(start, stop, device=q.device) + (length - n)
-        hidden = torch.arange(seen, device=q.device) > rows[:, None]  # [rows, seen]
-        scores = (q[:, start:stop].flatten(1, 2) @ k[..., :seen]).unflatten(1, (-1, group))
-        p = torch.softmax(scores.masked_fill_(hidden[:, None], -torch.inf), dim=-1)
-        part = (p.flatten(1, 2) @ clean[:, :seen]).unflatten(1, (-1, group))
+        columns = torch.arange(seen.start, seen.stop, device=q.device)
+        hidden = columns < rows[:, None] - window  # [rows, seen]
+        if layer.causal:
+            hidden |= columns > rows[:, None]
+        scores = (q[:, start:stop].flatten(1, 2) @ k[..., seen]).unflatten(1, (-1, group))
+        p = _probabilities(scores, hidden, layer)
+        part = (p.flatten(1, 2) @ clean[:, seen]).unflatten(1, (-1, group))
         if not finite:
-            reached = (~hidden).float() @ bad[:, :seen].float() > 0  # [Hkv, rows, Dv]
+            reached = (~hidden).float() @ bad[:, seen].float() > 0  # [Hkv, rows, Dv]
             part = part.masked_fill(reached[:, :, None], torch.nan)
         out[:, start:stop] = part
         start = stop
     return out.transpose(0, 1).reshape(n, num_q_heads, dv)
+
+
+def _probabilities(
+    scores: torch.Tensor, hidden: torch.Tensor | None, layer: LayerAttention
+) -> torch.Tensor:
+    """Softmax of scaled scores ``[Hkv, rows, group, seen]``, 0 where ``hidden [rows, seen]``."""
+    if layer.softcap is not None:
+        scores = layer.softcap * torch.tanh(scores / layer.softcap)
+    if hidden is not None:
+        scores = scores.masked_fill(hidden[:, None], -torch.inf)
+    if layer.sinks is None:
+        return torch.softmax(scores, dim=-1)
+    sinks = layer.sinks.float().view(scores.shape[0], 1, -1, 1).expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat([scores, sinks], dim=-1), dim=-1)[..., :-1]
 
 
 def _check_shapes(

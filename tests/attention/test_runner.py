@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from inkling_backend.attention import AttentionRunner
+from inkling_backend.attention import AttentionRunner, LayerAttention
 from inkling_backend.errors import InvalidTensorError
 from inkling_backend.formats import Query
 from inkling_backend.kernels.configs import split_rule
 from inkling_backend.reference.gather import gather
-from tests.attention.world import World, assert_as_accurate, make_world, slots_of
+from tests.attention.world import PLAIN, World, assert_as_accurate, make_world, slots_of
 
 LENS = [70, 0, 300, 1]
 Q_LENS = [20, 0, 65, 1]
@@ -29,6 +31,36 @@ def extend_plan(world: World, runner: AttentionRunner, q_lens: list[int]):  # ty
     )
 
 
+def decoder_layer(device: torch.device) -> LayerAttention:
+    """Everything that a decoder layer with four query heads may ask for."""
+    sinks = torch.tensor([-1.0, 0.0, 2.0, 5.0], dtype=torch.bfloat16, device=device)
+    return LayerAttention(0.2, window=40, softcap=2.0, sinks=sinks)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("causal", [True, False])
+def test_layers_with_features(
+    implementation: str, causal: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    world = make_world(LENS, device, k="nvfp4", v="mxfp8", k_dim=96, v_dim=64, dtype=dtype)
+    runner, query = world.runner(), world.queries(86)
+    layer = decoder_layer(device)
+    layer = layer if causal else replace(layer, causal=False, window=None)
+    plan = extend_plan(world, runner, Q_LENS)
+    out = runner.run(plan, query, world.cache, world.empty_out(86), layer)
+    end = 0
+    for b, n in enumerate(Q_LENS):
+        end += n
+        if n:
+            rows = query.dequantize()[end - n : end]
+            assert_as_accurate(out[end - n : end], world, b, rows, layer)
+    decode = runner.plan_decode(world.slot_table, world.rows, world.seq_lens, 4)
+    query = world.queries(4)
+    out = runner.run(decode, query, world.cache, world.empty_out(4), layer)
+    for b in range(4):
+        assert_as_accurate(out[b : b + 1], world, b, query.dequantize()[b : b + 1], layer)
+
+
 @pytest.mark.parametrize("quantize_query", [False, True])
 def test_prefill_then_decode(
     implementation: str, quantize_query: bool, device: torch.device
@@ -45,23 +77,23 @@ def test_prefill_then_decode(
     query = runner.store(world.cache, k, v, slots, q)
     assert (query.scale is not None) == quantize_query
     plan = extend_plan(world, runner, Q_LENS)
-    out = runner.run(plan, query, world.cache, world.empty_out(86), 0.125)
+    out = runner.run(plan, query, world.cache, world.empty_out(86), PLAIN)
     end = 0
     for b, n in enumerate(Q_LENS):
         end += n
         if n:
             rows = query.dequantize()[end - n : end]
-            assert_as_accurate(out[end - n : end], world, b, rows, 0.125)
+            assert_as_accurate(out[end - n : end], world, b, rows)
 
     query = runner.store(
         world.cache, k[:4], v[:4], torch.zeros(4, dtype=torch.int64, device=device), q[:4]
     )
     decode = runner.plan_decode(world.slot_table, world.rows, world.seq_lens, 4)
     flat = torch.full((4, 4 * 64), torch.nan, dtype=world.dtype, device=device)
-    assert runner.run(decode, query, world.cache, flat, 0.125) is flat
+    assert runner.run(decode, query, world.cache, flat, PLAIN) is flat
     for b in range(4):
         rows = query.dequantize()[b : b + 1]
-        assert_as_accurate(flat[b].view(1, 4, 64), world, b, rows, 0.125)
+        assert_as_accurate(flat[b].view(1, 4, 64), world, b, rows)
     assert (flat[1] == 0).all()
 
 
@@ -83,16 +115,16 @@ def test_a_model_with_odd_head_counts(
         stored = gather(slots, world.cache, side, torch.float32)
         assert (stored - rows.float()).norm() < 0.2 * rows.float().norm()
     out = runner.run(
-        extend_plan(world, runner, lens), query, world.cache, world.empty_out(total), 0.125
+        extend_plan(world, runner, lens), query, world.cache, world.empty_out(total), PLAIN
     )
     for b, (start, stop) in enumerate(((0, 37), (37, total))):
         rows = query.dequantize()[start:stop]
-        assert_as_accurate(out[start:stop], world, b, rows, 0.125)
+        assert_as_accurate(out[start:stop], world, b, rows)
     last = Query(*(None if x is None else x[[36, total - 1]].contiguous() for x in query))
     plan = runner.plan_decode(world.slot_table, world.rows, world.seq_lens, 2)
-    out = runner.run(plan, last, world.cache, world.empty_out(2), 0.125)
+    out = runner.run(plan, last, world.cache, world.empty_out(2), PLAIN)
     for b in range(2):
-        assert_as_accurate(out[b : b + 1], world, b, last.dequantize()[b : b + 1], 0.125)
+        assert_as_accurate(out[b : b + 1], world, b, last.dequantize()[b : b + 1])
 
 
 def test_store_without_query(implementation: str, device: torch.device) -> None:
@@ -111,14 +143,14 @@ def test_nothing_to_do(implementation: str, device: torch.device) -> None:
         runner.plan_decode(world.slot_table, world.rows, world.seq_lens, 0),
         extend_plan(world, runner, []),
     ):
-        assert runner.run(plan, query, world.cache, out, 0.125) is out
+        assert runner.run(plan, query, world.cache, out, PLAIN) is out
 
 
 def test_requests_without_new_tokens(implementation: str, device: torch.device) -> None:
     world = make_world([5, 6], device)
     runner = world.runner()
     plan = extend_plan(world, runner, [0, 0])
-    assert runner.run(plan, world.queries(0), world.cache, world.empty_out(0), 1.0).shape[0] == 0
+    assert runner.run(plan, world.queries(0), world.cache, world.empty_out(0), PLAIN).shape[0] == 0
 
 
 def test_a_decode_plan_survives_an_extend(
@@ -129,10 +161,10 @@ def test_a_decode_plan_survives_an_extend(
     other = make_world([300, 20], device)
     runner, query = world.runner(), world.queries(2)
     plan = runner.plan_decode(world.slot_table, world.rows, world.seq_lens, 2)
-    first = runner.run(plan, query, world.cache, world.empty_out(2), 0.125)
+    first = runner.run(plan, query, world.cache, world.empty_out(2), PLAIN)
     extended = extend_plan(other, runner, [30, 20])
-    runner.run(extended, other.queries(50), other.cache, other.empty_out(50), 0.125)
-    second = runner.run(plan, query, world.cache, world.empty_out(2), 0.125)
+    runner.run(extended, other.queries(50), other.cache, other.empty_out(50), PLAIN)
+    second = runner.run(plan, query, world.cache, world.empty_out(2), PLAIN)
     assert torch.equal(first, second)
 
 
@@ -180,6 +212,7 @@ def test_wrong_calls_are_named(implementation: str, device: torch.device) -> Non
     table, rows, lens = world.slot_table, world.rows, world.seq_lens
     plan = runner.plan_decode(table, rows, lens, 1)
     query, out = world.queries(1), world.empty_out(1)
+    of_another_model = replace(PLAIN, sinks=torch.zeros(3))
     wrong = [
         ("rows", lambda: runner.plan_decode(table, rows, lens, 3)),
         ("rows", lambda: runner.plan_decode(table, rows, lens, 2)),
@@ -187,12 +220,11 @@ def test_wrong_calls_are_named(implementation: str, device: torch.device) -> Non
         ("slot_table", lambda: runner.plan_decode(table.long(), rows, lens, 1)),
         ("slot_table", lambda: runner.plan_decode(table[:, :64], rows, lens, 1)),
         ("qo_indptr", lambda: runner.plan_extend(table, rows, lens, lens, 1)),
-        ("query", lambda: runner.run(plan, world.queries(2), world.cache, out, 1.0)),
-        ("query", lambda: runner.run(plan, Query(query.data.float()), world.cache, out, 1.0)),
-        ("out", lambda: runner.run(plan, query, world.cache, world.empty_out(2), 1.0)),
-        ("out", lambda: runner.run(plan, query, world.cache, out.float(), 1.0)),
-        ("sm_scale", lambda: runner.run(plan, query, world.cache, out, -1.0)),
-        ("sm_scale", lambda: runner.run(plan, query, world.cache, out, float("nan"))),
+        ("query", lambda: runner.run(plan, world.queries(2), world.cache, out, PLAIN)),
+        ("query", lambda: runner.run(plan, Query(query.data.float()), world.cache, out, PLAIN)),
+        ("out", lambda: runner.run(plan, query, world.cache, world.empty_out(2), PLAIN)),
+        ("out", lambda: runner.run(plan, query, world.cache, out.float(), PLAIN)),
+        ("sinks", lambda: runner.run(plan, query, world.cache, out, of_another_model)),
     ]
     for name, call in wrong:
         with pytest.raises(InvalidTensorError, match=f"^{name}:"):
@@ -200,15 +232,17 @@ def test_wrong_calls_are_named(implementation: str, device: torch.device) -> Non
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs exist on a GPU only")
-def test_a_captured_graph_replays_other_batches() -> None:
+@pytest.mark.parametrize("features", [False, True])
+def test_a_captured_graph_replays_other_batches(features: bool) -> None:
     device = torch.device("cuda")
+    layer = decoder_layer(device) if features else PLAIN
     world = make_world([70, 300, 1, 0], device, k="mxfp8", v="nvfp4")
     runner, query = world.runner(), world.queries(4)
     lens, out = world.seq_lens, world.empty_out(4)
 
     def step(into: torch.Tensor) -> None:
         plan = runner.plan_decode(world.slot_table, world.rows, lens, 4)
-        runner.run(plan, query, world.cache, into, 0.125)
+        runner.run(plan, query, world.cache, into, layer)
 
     step(out)
     graph = torch.cuda.CUDAGraph()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from inkling_backend.attention import AttentionRunner, AttentionSpec
+from inkling_backend.attention import AttentionRunner, AttentionSpec, LayerAttention
 from inkling_backend.cache import KVCachePool
 from inkling_backend.formats import Query, get_format
 from inkling_backend.formats.layout import CacheLayout, LayerCache
@@ -15,6 +15,8 @@ from inkling_backend.reference.store import store
 
 # In slot tables where no token is: a slot that is in no pool.
 NOWHERE = 1 << 30
+
+PLAIN = LayerAttention(0.125)
 
 
 @dataclass
@@ -124,7 +126,12 @@ def slots_of(world: World, request: int) -> torch.Tensor:
 
 
 def attend_exactly(
-    world: World, request: int, q: torch.Tensor, sm_scale: float, *, like_kernel: bool = False
+    world: World,
+    request: int,
+    q: torch.Tensor,
+    layer: LayerAttention = PLAIN,
+    *,
+    like_kernel: bool = False,
 ) -> torch.Tensor:
     """Attention of the last rows of one request.
 
@@ -144,11 +151,22 @@ def attend_exactly(
     k = gather(slots, world.cache, "k", torch.float32).cpu().to(real)
     v = gather(slots, world.cache, "v", torch.float32).cpu().to(real)
     k, v = (x.repeat_interleave(world.group, dim=1) for x in (k, v))
-    logits = torch.einsum("nhd,thd->hnt", q.cpu().to(real), k) * sm_scale
-    seen = torch.arange(length) <= (torch.arange(n) + length - n)[:, None]
-    logits = logits.masked_fill(~seen, -torch.inf)
-    p = torch.exp(logits - logits.amax(-1, keepdim=True))
+    logits = torch.einsum("nhd,thd->hnt", q.cpu().to(real), k) * layer.sm_scale
+    if layer.softcap is not None:
+        logits = layer.softcap * torch.tanh(logits / layer.softcap)
+    distance = (torch.arange(n) + length - n)[:, None] - torch.arange(length)
+    hidden = distance < 0 if layer.causal else distance < -length
+    if layer.window is not None:
+        hidden |= distance > layer.window
+    logits = logits.masked_fill(hidden, -torch.inf)
+    top = logits.amax(-1, keepdim=True)
+    if layer.sinks is not None:
+        sinks = layer.sinks.cpu().to(real)[:, None, None]
+        top = torch.maximum(top, sinks)
+    p = torch.exp(logits - top)
     total = p.sum(-1)  # [Hq, n]
+    if layer.sinks is not None:
+        total = total + torch.exp(sinks - top)[..., 0]
     if like_kernel:
         p = p.bfloat16().float()
     out = torch.einsum("hnt,thd->nhd", p, v) / total.T[:, :, None]
@@ -156,11 +174,15 @@ def attend_exactly(
 
 
 def assert_as_accurate(
-    got: torch.Tensor, world: World, request: int, q: torch.Tensor, sm_scale: float
+    got: torch.Tensor,
+    world: World,
+    request: int,
+    q: torch.Tensor,
+    layer: LayerAttention = PLAIN,
 ) -> None:
     """At most twice the error of a same-precision run, plus half a unit of the largest output."""
-    exact = attend_exactly(world, request, q, sm_scale)
-    rounded = attend_exactly(world, request, q, sm_scale, like_kernel=True)
+    exact = attend_exactly(world, request, q, layer)
+    rounded = attend_exactly(world, request, q, layer, like_kernel=True)
     allowed = 2 * (rounded - exact).abs().max()
     allowed += torch.finfo(world.dtype).eps / 2 * exact.abs().max()
     error = (got.cpu().double() - exact).abs().max()

@@ -53,6 +53,7 @@ def test_defaults() -> None:
     args = Args()
     assert prepare(args) == [args]
     assert (args.kv_cache_dtype, args.page_size) == ("mxfp8", 128)
+    assert args.disable_hybrid_swa_memory
 
 
 def test_what_the_user_set_stays() -> None:

@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from inkling_backend.attention import LayerAttention
 from inkling_backend.engines.sglang.flags import Flags
+from inkling_backend.engines.sglang.layer import layer_attention
 from inkling_backend.engines.sglang.requirements import (
     argument_reasons,
     flag_reasons,
     layer_reasons,
+    takes_whole_prompts,
 )
 from inkling_backend.formats import get_recipe
 from inkling_backend.formats.layout import CacheLayout
@@ -108,10 +111,8 @@ def test_unsupported_arguments(changes: dict[str, Any], words: str) -> None:
     [
         ({"attention_arch": SimpleNamespace(name="MLA")}, "MLA"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
-        ({"is_hybrid_swa": True}, "sliding-window"),
+        ({"swa_head_dim": 64, "swa_v_head_dim": 64}, "64 and 64 instead of 128 and 128"),
         ({"attention_chunk_size": 8192}, "chunked local"),
-        ({"has_attention_sinks": True}, "sinks"),
-        ({"hf_text_config": SimpleNamespace(attn_logit_softcapping=50.0)}, "soft-cap"),
         ({"head_dim": 80, "v_head_dim": 80}, "head_dim 80"),
         ({"head_dim": 512, "v_head_dim": 512}, "head_dim 512"),
         ({"dtype": torch.float32}, "float32"),
@@ -120,6 +121,12 @@ def test_unsupported_arguments(changes: dict[str, Any], words: str) -> None:
 def test_unsupported_models(changes: dict[str, Any], word: str) -> None:
     (reason,) = reasons(config=model(**changes))
     assert word in reason
+
+
+def test_models_with_windows_sinks_and_soft_caps_are_supported() -> None:
+    text = SimpleNamespace(attn_logit_softcapping=50.0)
+    config = model(is_hybrid_swa=True, has_attention_sinks=True, hf_text_config=text)
+    assert reasons(config=config) == []
 
 
 def test_mla_is_one_reason_whatever_its_head_dims_are() -> None:
@@ -177,11 +184,11 @@ def test_all_reasons_at_once() -> None:
         arguments(page_size=16, enable_hierarchical_cache=True, speculative_algorithm="EAGLE"),
         Flags("kvfp4"),
         ("inkling", "triton"),
-        model(is_hybrid_swa=True, head_dim=72, v_head_dim=72),
+        model(is_encoder_decoder=True, head_dim=72, v_head_dim=72),
         capability=(7, 0),
     )
     text = "\n".join(found)
-    words = ("page size", "HiCache", "speculative", "conflicts", "triton", "sliding", "72", "7.0")
+    words = ("page size", "HiCache", "speculative", "conflicts", "triton", "encoder", "72", "7.0")
     assert all(word in text for word in words), text
     assert len(found) == len(words)
 
@@ -200,6 +207,8 @@ def layer(**changes: Any) -> SimpleNamespace:
         "attn_type": SimpleNamespace(value="decoder"),
         "sliding_window_size": -1,
         "logit_cap": 0.0,
+        "logit_capping_method": "tanh",
+        "scaling": 0.125,
         "is_cross_attention": False,
         "use_irope": False,
         "xai_temperature_len": -1,
@@ -215,9 +224,8 @@ def layer(**changes: Any) -> SimpleNamespace:
     ("changes", "word"),
     [
         ({"attn_type": SimpleNamespace(value="encoder_only")}, "encoder_only"),
-        ({"sliding_window_size": 1024}, "sliding-window"),
-        ({"sliding_window_size": 0}, "sliding-window"),
-        ({"logit_cap": 30.0}, "soft-cap"),
+        ({"attn_type": "decoder_bidirectional"}, "--chunked-prefill-size -1"),
+        ({"logit_cap": 30.0, "logit_capping_method": "sigmoid"}, "sigmoid"),
         ({"is_cross_attention": True}, "cross attention"),
         ({"use_irope": True}, "iRoPE"),
         ({"xai_temperature_len": 1024}, "temperature"),
@@ -228,7 +236,41 @@ def layer(**changes: Any) -> SimpleNamespace:
 def test_unsupported_layers(changes: dict[str, Any], word: str) -> None:
     recipe = get_recipe("mxfp8")
     layout = CacheLayout(recipe.k, recipe.v, 2, 128, 128)
-    assert layer_reasons([layer()] * 3, layout, 8) == []
-    (reason,) = layer_reasons([layer(), layer(**changes), layer(**changes)], layout, 8)
+    assert layer_reasons([layer()] * 3, layout, 8, whole_prompts=False) == []
+    layers = [layer(), layer(**changes), layer(**changes)]
+    (reason,) = layer_reasons(layers, layout, 8, whole_prompts=False)
     assert word in reason
     assert "(2 layers)" in reason
+
+
+def test_layers_that_whole_prompts_allow() -> None:
+    recipe = get_recipe("mxfp8")
+    layout = CacheLayout(recipe.k, recipe.v, 2, 128, 128)
+    layers = [layer(attn_type="encoder_only"), layer(sliding_window_size=7), layer(logit_cap=30.0)]
+    assert layer_reasons(layers, layout, 8, whole_prompts=True) == []
+
+
+@pytest.mark.parametrize(
+    ("chunk", "no_cache", "whole"),
+    [(-1, True, True), (None, True, True), (-1, False, False), (8192, True, False)],
+)
+def test_whole_prompts(chunk: int | None, no_cache: bool, whole: bool) -> None:
+    args = SimpleNamespace(chunked_prefill_size=chunk, disable_radix_cache=no_cache)
+    assert takes_whole_prompts(args) is whole
+
+
+@pytest.mark.parametrize(
+    ("changes", "attention"),
+    [
+        ({}, LayerAttention(0.125)),
+        ({"sliding_window_size": None, "logit_cap": None}, LayerAttention(0.125)),
+        ({"scaling": 1.0, "sliding_window_size": 0}, LayerAttention(1.0, window=0)),
+        ({"sliding_window_size": 1023, "logit_cap": 50}, LayerAttention(0.125, 1023, 50.0)),
+        (
+            {"attn_type": "encoder_only", "sliding_window_size": 7},
+            LayerAttention(0.125, causal=False),
+        ),
+    ],
+)
+def test_what_a_layer_asks_for(changes: dict[str, Any], attention: LayerAttention) -> None:
+    assert layer_attention(layer(**changes)) == attention

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from inkling_backend.attention import LayerAttention
 from inkling_backend.formats import Query
 from inkling_backend.formats.layout import LayerCache, SideLayout
 from inkling_backend.kernels.configs import CHUNK_TOKENS, CHUNKED_SPLIT_TOKENS, SplitRule
@@ -17,9 +18,17 @@ from inkling_backend.kernels.decode_fast import decode_fast, fits
 from inkling_backend.kernels.decode_redo import decode_redo
 from inkling_backend.kernels.merge import merge
 from inkling_backend.reference.store import store
-from tests.attention.world import World, assert_as_accurate, attend_exactly, make_world, slots_of
+from tests.attention.world import (
+    PLAIN,
+    World,
+    assert_as_accurate,
+    attend_exactly,
+    make_world,
+    slots_of,
+)
 from tests.kernels.test_plan import run_plan_decode
 
+UNIT = LayerAttention(1.0)
 RULE = SplitRule(64, 512, 4, 64, most_items=100)
 # As `decode_fast` has it: chunks are the work items of small batches.
 SPLITS = SplitRule(CHUNKED_SPLIT_TOKENS, CHUNKED_SPLIT_TOKENS, 1, CHUNK_TOKENS, most_items=100)
@@ -47,12 +56,12 @@ def run_decode(
     *,
     order: list[int] | None = None,
     rule: SplitRule | None = None,
-    sm_scale: float = 0.125,
+    layer: LayerAttention = PLAIN,
 ) -> torch.Tensor:
     """Plans and attends in buffers full of NaN; ``[B, Hq, Dv]`` in the order asked for."""
     order = list(range(len(world.lens))) if order is None else order
     fast = chosen is decode_fast and fits(world.layout, world.group, world.dtype, (9, 0))
-    call = make_call(world, query, order, rule or (CHUNKED if fast else RULE), sm_scale)
+    call = make_call(world, query, order, rule or (CHUNKED if fast else RULE), layer)
     (decode_fast if fast else decode)(call)
     merge(call)
     assert call.partial.failures.item() == 0
@@ -64,7 +73,7 @@ def make_call(
     query: Query,
     order: list[int],
     rule: SplitRule,
-    sm_scale: float = 0.125,
+    layer: LayerAttention = PLAIN,
 ) -> DecodeCall:
     """A planned batch of some requests; partial results are NaN."""
     planned = run_plan_decode(world, rule, order=order)
@@ -77,18 +86,19 @@ def make_call(
         Query(*(None if part is None else part[order].contiguous() for part in query)),
         world.cache,
         planned.page_table,
+        planned.seq_lens,
         planned.work,
         len(order),
         partial,
         world.empty_out(len(order)),
-        sm_scale,
+        layer,
     )
 
 
-def check(world: World, query: Query, out: torch.Tensor, sm_scale: float = 0.125) -> None:
+def check(world: World, query: Query, out: torch.Tensor, layer: LayerAttention = PLAIN) -> None:
     q = query.dequantize()
     for b in range(len(world.lens)):
-        assert_as_accurate(out[b : b + 1], world, b, q[b : b + 1], sm_scale)
+        assert_as_accurate(out[b : b + 1], world, b, q[b : b + 1], layer)
 
 
 @pytest.mark.parametrize("page", [32, 64, 128])
@@ -149,7 +159,7 @@ def test_float16_model_keeps_every_bit_of_its_query(device: torch.device) -> Non
     world.cache.k_data[slots[5], 0, 0] = 2.0**15
     world.cache.k_data[slots[9], 0, 1] = 2.0**15
     query = Query(q.to(device))
-    check(world, query, run_decode(world, query, sm_scale=1.0), sm_scale=1.0)
+    check(world, query, run_decode(world, query, layer=UNIT), layer=UNIT)
 
 
 def test_float16_model_with_keys_beyond_float16(device: torch.device) -> None:
@@ -161,7 +171,7 @@ def test_float16_model_with_keys_beyond_float16(device: torch.device) -> None:
 def test_long_rows_of_large_logits(device: torch.device) -> None:
     world = make_world([300], device, k_scale=30.0)
     query = world.queries(1, scale=10.0)
-    check(world, query, run_decode(world, query, sm_scale=1.0), sm_scale=1.0)
+    check(world, query, run_decode(world, query, layer=UNIT), layer=UNIT)
 
 
 @pytest.mark.parametrize("k", ["mxfp8", "nvfp4", "kvfp4"])
@@ -291,7 +301,7 @@ def test_the_oracle_notices_a_missing_token(device: torch.device) -> None:
     world.lens = [64]
     with pytest.raises(AssertionError, match="error"):
         check(world, query, out)
-    assert attend_exactly(world, 0, query.data.float(), 0.125).isfinite().all()
+    assert attend_exactly(world, 0, query.data.float()).isfinite().all()
 
 
 def test_pools_beyond_32_bit_offsets(device: torch.device) -> None:

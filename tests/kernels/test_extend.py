@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from inkling_backend.attention import LayerAttention
 from inkling_backend.formats import Query
 from inkling_backend.kernels.extend import extend
-from tests.attention.world import World, assert_as_accurate, make_world, slots_of
+from tests.attention.world import PLAIN, World, assert_as_accurate, make_world, slots_of
 
 
 def run_extend(
@@ -17,7 +18,7 @@ def run_extend(
     *,
     order: list[int] | None = None,
     seq_lens: list[int] | None = None,
-    sm_scale: float = 0.125,
+    layer: LayerAttention = PLAIN,
 ) -> torch.Tensor:
     """Attends the rows of ``query``, request after request; ``[T, Hq, Dv]``."""
     order = list(range(len(world.lens))) if order is None else order
@@ -33,17 +34,23 @@ def run_extend(
         batch=len(order),
         max_q_len=max(q_lens),
         out=out,
-        sm_scale=sm_scale,
+        layer=layer,
     )
     return out
 
 
-def check(world: World, query: Query, q_lens: list[int], out: torch.Tensor) -> None:
+def check(
+    world: World,
+    query: Query,
+    q_lens: list[int],
+    out: torch.Tensor,
+    layer: LayerAttention = PLAIN,
+) -> None:
     ends = torch.tensor(q_lens).cumsum(0).tolist()
     for b, (end, n) in enumerate(zip(ends, q_lens, strict=True)):
         if n:
             q = query.dequantize()[end - n : end]
-            assert_as_accurate(out[end - n : end], world, b, q, 0.125)
+            assert_as_accurate(out[end - n : end], world, b, q, layer)
 
 
 def part(query: Query, start: int, stop: int) -> Query:

@@ -11,10 +11,12 @@ from test_reference_store import PAIRS, make_cache
 
 from inkling_backend.errors import InvalidTensorError
 from inkling_backend.formats import Query
+from inkling_backend.formats.layer_attention import LayerAttention
 from inkling_backend.formats.layout import LayerCache
 from inkling_backend.reference import attend, gather, store
 
 SCALE = 0.2
+PLAIN = LayerAttention(SCALE)
 
 
 def filled(
@@ -53,12 +55,12 @@ def oracle(q: torch.Tensor, cache: LayerCache, slots: torch.Tensor, scale: float
     return out.transpose(0, 1)
 
 
-def run(cache, table, lengths, q_lens, query, scale=SCALE) -> torch.Tensor:
+def run(cache, table, lengths, q_lens, query, layer=PLAIN) -> torch.Tensor:
     bounds = torch.tensor([0, *q_lens]).cumsum(0).int()
     shape = (*query.data.shape[:2], cache.layout.v_head_dim)
     out = torch.full(shape, torch.nan)
     lens = torch.tensor(lengths, dtype=torch.int32)
-    got = attend(query, cache, table, lens, bounds, sm_scale=scale, out=out)
+    got = attend(query, cache, table, lens, bounds, layer=layer, out=out)
     assert got is out
     return out
 
@@ -100,7 +102,7 @@ def test_huge_logits_do_not_overflow() -> None:
     cache = make_cache(page=32, pages=4)
     table, slots = filled(cache, [40], std=300.0)
     q = 300 * torch.randn(4, 2, 64, generator=torch.Generator().manual_seed(3))
-    out = run(cache, table, [40], [4], Query(q), scale=1.0)
+    out = run(cache, table, [40], [4], Query(q), layer=LayerAttention(1.0))
     want = oracle(q, cache, slots[0], 1.0)
     assert out.isfinite().all()
     torch.testing.assert_close(out.double(), want, rtol=1e-3, atol=1e-3)
@@ -178,4 +180,4 @@ def test_bad_shapes_are_named() -> None:
         ("qo_indptr: expected shape", (Query(q), cache, table, lens, bounds[:1]), out),
     ):
         with pytest.raises(InvalidTensorError, match=match):
-            attend(*args, sm_scale=1.0, out=result)
+            attend(*args, layer=LayerAttention(1.0), out=result)

@@ -7,6 +7,7 @@ from the graph's own static buffers, so that a replay does no work on the host.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,16 +15,17 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-from inkling_backend.attention import AttentionRunner, AttentionSpec
+from inkling_backend.attention import AttentionRunner, AttentionSpec, LayerAttention
 from inkling_backend.engines.sglang import versions
 from inkling_backend.engines.sglang.flags import flags_of
+from inkling_backend.engines.sglang.layer import layer_attention, window_of
 from inkling_backend.engines.sglang.pool import (
     InklingKVPool,
     engine_recipe,
     layout_of,
     recipe_of,
 )
-from inkling_backend.engines.sglang.requirements import layer_reasons
+from inkling_backend.engines.sglang.requirements import layer_reasons, takes_whole_prompts
 from inkling_backend.errors import UnsupportedError
 from inkling_backend.formats import Query, Recipe
 from inkling_backend.formats.layout import CacheLayout, LayerCache
@@ -48,11 +50,16 @@ class InklingAttnBackend(AttentionBackend):
         self.recipe, self.layout = _geometry(model_runner)
         num_q_heads = config.num_attention_heads // versions.active_attention_tp_size()
         layers = [m for m in model_runner.model.modules() if isinstance(m, RadixAttention)]
-        reasons = layer_reasons(layers, self.layout, num_q_heads)
+        arguments = versions.active_server_args()
+        reasons = layer_reasons(
+            layers, self.layout, num_q_heads, whole_prompts=takes_whole_prompts(arguments)
+        )
+        if versions.attends_to_images_both_ways(model_runner.model, config):
+            reasons.append("attention masks of images are not supported: unset --enable-multimodal")
         if reasons:
             raise UnsupportedError("this model", reasons)
 
-        flags = flags_of(versions.active_server_args())
+        flags = flags_of(arguments)
         rows, max_context = self.req_to_token.shape
         self.runner = AttentionRunner(
             AttentionSpec(
@@ -67,6 +74,7 @@ class InklingAttnBackend(AttentionBackend):
             device=self.device,
         )
         self._layers: dict[int, LayerCache] = {}
+        self._attention: dict[Any, LayerAttention] = {}
         self._plan: Any = None
         if isinstance(pool, InklingKVPool):
             pool.runner = self.runner
@@ -89,6 +97,14 @@ class InklingAttnBackend(AttentionBackend):
             "mxfp8" if self.runner.spec.quantize_query else self.runner.spec.dtype,
             self.runner.workspace_bytes / 2**20,
         )
+        windows = sum(window_of(layer) is not None for layer in layers)
+        if windows:
+            logger.info(
+                "inkling: %d of %d layers have a sliding window; their pages are kept for the "
+                "whole context, as with --disable-hybrid-swa-memory",
+                windows,
+                len(layers),
+            )
         if any(layer.k_scale is not None or layer.v_scale is not None for layer in layers):
             logger.info(
                 "inkling: the checkpoint's k_scale and v_scale are not needed and not used: every "
@@ -193,6 +209,7 @@ class InklingAttnBackend(AttentionBackend):
         save_kv_cache: bool,
         kwargs: dict[str, Any],
     ) -> torch.Tensor:
+        attention = self._attention_of(layer, kwargs.pop("sinks", None))
         asked = (name for name, value in kwargs.items() if value is not None and value is not False)
         if unknown := sorted(asked):
             raise UnsupportedError(
@@ -219,8 +236,14 @@ class InklingAttnBackend(AttentionBackend):
         out = q.new_empty(q.shape[0], layer.tp_q_head_num, layout.v_head_dim)
         if self._plan is None:
             return out.zero_().flatten(1)
-        self.runner.run(self._plan, query, cache, out, layer.scaling)
+        self.runner.run(self._plan, query, cache, out, attention)
         return out.flatten(1)
+
+    def _attention_of(self, layer: Any, sinks: torch.Tensor | None) -> LayerAttention:
+        known = self._attention.get(layer)
+        if known is None or known.sinks is not sinks:
+            known = self._attention[layer] = replace(layer_attention(layer), sinks=sinks)
+        return known
 
     def _layer(self, layer_id: int) -> LayerCache:
         cache = self._layers.get(layer_id)

@@ -13,6 +13,7 @@ from typing import Any
 
 from inkling_backend.engines.sglang import versions
 from inkling_backend.engines.sglang.flags import (
+    BACKEND,
     DEFAULT_KV_CACHE_DTYPE,
     KV_CACHE_DTYPES,
     add_cli_args,
@@ -82,6 +83,8 @@ def _prepare(server_args: Any, previous: Callable[[Any], None]) -> None:
         versions.set_fields(server_args, kv_cache_dtype=DEFAULT_KV_CACHE_DTYPE)
     if view.page_size is None:
         versions.set_fields(server_args, page_size=DEFAULT_PAGE_SIZE)
+    # One pool holds the pages of all layers, also of those with a window.
+    versions.set_fields(server_args, disable_hybrid_swa_memory=True)
     view = versions.view(server_args)
     model = versions.model_config(server_args)
     _raise_if(
@@ -106,6 +109,12 @@ def _raise_if(reasons: list[str]) -> None:
 def _skip(server_args: Any, previous: Callable[[Any], None]) -> None:
     """Skip an engine check that knows only the engine's own backends."""
     if not uses_backend(versions.attention_backends(versions.view(server_args))):
+        previous(server_args)
+
+
+def _pass_as_triton(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """Let the engine adjust itself to the model as for its triton backend."""
+    with versions.shown_as(server_args, BACKEND, "triton"):
         previous(server_args)
 
 
@@ -216,6 +225,9 @@ PATCHES: tuple[Patch, ...] = (
     Patch("handle_cuda_graph_config", "step", _prepare,
           "defaults (MXFP8, page size 128) and refusals, at the first step after the device and "
           "the model are known", until=_FOREVER),
+    Patch("handle_model_specific_adjustments", "step", _pass_as_triton,
+          "GPT-OSS and Gemma 4 are allowed with the engine's own backends only",
+          until=_NO_ALLOW_LIST),
     Patch("handle_nvfp4_prefill_kv_dequant_dtype", "step", _skip,
           "allows only flashinfer and trtllm_mha to read NVFP4", since="0.5.23",
           until=_NO_ALLOW_LIST),

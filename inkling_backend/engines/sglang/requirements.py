@@ -21,10 +21,12 @@ from inkling_backend.engines.sglang.flags import (
     KV_CACHE_DTYPES,
     Flags,
 )
+from inkling_backend.engines.sglang.layer import attention_kind
 from inkling_backend.formats import get_recipe
 from inkling_backend.formats.layout import CacheLayout
 
 _OTHER = "use another attention backend"
+_WHOLE = "set --chunked-prefill-size -1 and --disable-radix-cache"
 
 # Field of the arguments, whether its value asks for the feature, what the feature is.
 _UNSUPPORTED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
@@ -190,15 +192,18 @@ def _model_reasons(model: Any) -> list[str]:
         reasons.append(f"{_architecture(model)} attention is not supported: {_OTHER}")
     if getattr(model, "is_encoder_decoder", False):
         reasons.append(f"encoder-decoder models (cross attention) are not supported: {_OTHER}")
-    if getattr(model, "is_hybrid_swa", False):
-        reasons.append(f"sliding-window layers are not supported: {_OTHER}")
     if getattr(model, "attention_chunk_size", None):
         reasons.append(f"chunked local attention is not supported: {_OTHER}")
-    if getattr(model, "has_attention_sinks", False):
-        reasons.append(f"attention sinks are not supported: {_OTHER}")
-    text = getattr(model, "hf_text_config", None)
-    if getattr(text, "attn_logit_softcapping", None):
-        reasons.append(f"attention logit soft-cap is not supported: {_OTHER}")
+    dims = (model.head_dim, model.v_head_dim)
+    window_dims = tuple(
+        getattr(model, name, None) or dim
+        for name, dim in zip(("swa_head_dim", "swa_v_head_dim"), dims, strict=True)
+    )
+    if window_dims != dims and _architecture(model) == "MHA":
+        reasons.append(
+            f"sliding-window layers with heads of their own size ({window_dims[0]} and "
+            f"{window_dims[1]} instead of {dims[0]} and {dims[1]}) are not supported: {_OTHER}"
+        )
     return reasons
 
 
@@ -240,29 +245,34 @@ def _feature_reasons(arguments: Any) -> list[str]:
     return reasons
 
 
-def layer_reasons(layers: Iterable[Any], layout: CacheLayout, num_q_heads: int) -> list[str]:
+def takes_whole_prompts(arguments: Any) -> bool:
+    """Whether every prompt is computed at once, as bidirectional attention needs it."""
+    return (arguments.chunked_prefill_size or -1) < 0 and bool(arguments.disable_radix_cache)
+
+
+def layer_reasons(
+    layers: Iterable[Any], layout: CacheLayout, num_q_heads: int, *, whole_prompts: bool
+) -> list[str]:
     """Why these attention layers of the loaded model cannot be served (empty if they can).
 
     Args:
         layers: the model's ``RadixAttention`` modules.
         layout: geometry of the cache.
         num_q_heads: query heads that the attention runner was built for.
+        whole_prompts: of `takes_whole_prompts`.
     """
-    found: dict[str, int] = {}
+    found: dict[tuple[str, str], int] = {}
 
-    def note(reason: str) -> None:
-        found[reason] = found.get(reason, 0) + 1
+    def note(reason: str, remedy: str = _OTHER) -> None:
+        found[reason, remedy] = found.get((reason, remedy), 0) + 1
 
     for layer in layers:
-        kind = getattr(layer.attn_type, "value", layer.attn_type)
-        if layer.sliding_window_size is not None and layer.sliding_window_size > -1:
-            note("sliding-window attention")
-        if layer.logit_cap:
-            note("attention logit soft-cap")
+        if layer.logit_cap and layer.logit_capping_method != "tanh":
+            note(f"the logit soft-cap {layer.logit_capping_method}")
         if layer.is_cross_attention:
             note("cross attention")
-        if kind != "decoder":
-            note(f"{kind} (bidirectional) attention")
+        if attention_kind(layer) != "decoder" and not whole_prompts:
+            note(f"{attention_kind(layer)} (bidirectional) attention to part of a prompt", _WHOLE)
         if layer.use_irope:
             note("chunked local attention (iRoPE)")
         if layer.xai_temperature_len > 0:
@@ -274,4 +284,6 @@ def layer_reasons(layers: Iterable[Any], layout: CacheLayout, num_q_heads: int) 
                 f"layers that differ from the model's configuration: query heads, KV heads, "
                 f"head_dim of K and V are {have} instead of {want}"
             )
-    return [f"{reason} is not supported ({n} layers): {_OTHER}" for reason, n in found.items()]
+    return [
+        f"{reason} is not supported ({n} layers): {remedy}" for (reason, remedy), n in found.items()
+    ]

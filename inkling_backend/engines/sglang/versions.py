@@ -7,7 +7,8 @@ its version number, so that versions between them work as far as they look like 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from typing import Any
 
@@ -95,6 +96,28 @@ def attention_backends(view: Any) -> tuple[str | None, str | None]:
     return view.prefill_attention_backend or both, view.decode_attention_backend or both
 
 
+@contextmanager
+def shown_as(server_args: Any, backend: str, name: str) -> Iterator[None]:
+    """While it is open, the engine's checks by model find ``name`` where ``backend`` is chosen."""
+    owner: Any
+    if has_resolution_pipeline():
+        from sglang.srt.arg_groups import model_hook
+
+        owner, attribute = model_hook, "attention_backends_of"
+    else:
+        owner, attribute = type(server_args), "_resolved_attention_backends"
+    original = getattr(owner, attribute)
+
+    def shown(arguments: Any) -> tuple[str | None, ...]:
+        return tuple(name if b == backend else b for b in original(arguments))
+
+    setattr(owner, attribute, shown)
+    try:
+        yield
+    finally:
+        setattr(owner, attribute, original)
+
+
 def attention_tp_size(view: Any) -> int:
     """Ranks that share the attention heads."""
     attention_dp = getattr(view, "attn_dp_size", None)
@@ -150,6 +173,14 @@ def model_traits(model: Any) -> list[str]:
         if recognise is not None and recognise(model.hf_config):
             found.append(what)
     return found
+
+
+def attends_to_images_both_ways(model: Any, model_config: Any) -> bool:
+    """Whether a loaded model makes attention masks for its images (Gemma 3), and may get images.
+
+    The engine hands such masks to its triton backend alone, and silently to no other.
+    """
+    return bool(model_config.is_multimodal) and hasattr(model, "prepare_attn_masks")
 
 
 def gpu_capability(device: str) -> tuple[int, int] | None:
