@@ -14,7 +14,7 @@ from integration.engine import RealEngine
 from integration.gpu.engines import GRAPHS, NO_PREFILL_GRAPHS
 from integration.gpu.report import Case, case
 from integration.launch import RECIPES, has_gpu, options
-from integration.tiny_models import VOCAB, write_llama
+from integration.tiny_models import LLAMA, VOCAB, write_model
 
 RANKS = 2
 # Qwen3, as the engine's Llama cannot have data-parallel attention; heads that every kernel takes.
@@ -55,7 +55,7 @@ def run_parallel(folder: Path, recipes: tuple[str, ...] = RECIPES) -> Iterator[C
     Args:
         folder: where the tiny model is written.
     """
-    model = write_llama(folder / "tiny", **MODEL)
+    model = write_model(folder / "tiny", LLAMA | MODEL)
     setups = {"one rank": {}, "tp 2": TENSOR, "dp 2": DATA}
     with ThreadPoolExecutor(len(setups)) as pool:
         for number, recipe in enumerate(recipes):
