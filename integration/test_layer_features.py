@@ -62,7 +62,7 @@ def test_the_comparison_notices_a_missing_soft_cap(tmp_path: Path) -> None:
     model = write_model(tmp_path, GEMMA2)
     expected, other = changed(model), changed(model, attn_logit_softcapping=None)
     for tolerance in TOLERANCES.values():
-        assert len(disagreements(other, expected, tolerance)) == len(PROMPTS)
+        assert disagreements(other, expected, tolerance)
 
 
 def test_the_comparison_notices_missing_sinks(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from integration.launch import options
 from integration.refusals import Outcome, Refusals
-from integration.tiny_models import ENCODER_DECODER, LATENT, LLAMA, write_config
+from integration.tiny_models import ENCODER_DECODER, GPT_OSS, LATENT, LLAMA, write_config
 
 MODELS: dict[str, dict[str, object]] = {
     "llama": LLAMA,
@@ -112,9 +112,12 @@ def test_engine_keywords_are_refused_alike(tmp_path: Path, case: str) -> None:
     assert not [part for part in expected if part not in outcome.output], outcome.output[-3000:]
 
 
-def test_the_same_start_without_a_fault_is_not_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("base", [LLAMA, GPT_OSS], ids=["llama", "gpt_oss"])
+def test_the_same_start_without_a_fault_is_not_refused(
+    tmp_path: Path, base: dict[str, object]
+) -> None:
     """The cases above fail for their reason and not for how they are started."""
-    model = write_config(tmp_path, LLAMA)
+    model = write_config(tmp_path, base)
     start = options(model, "mxfp8", skip_tokenizer_init=True)
     (outcome,) = Refusals().run([start])
     assert "Load weight begin" in outcome.output, outcome.output[-3000:]

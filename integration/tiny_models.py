@@ -55,6 +55,16 @@ GRANITE_SWA: dict[str, object] = LLAMA | {
     "sliding_window": 16,
     "attention_multiplier": 0.1,
 }
+# The same with experts, whose weights the engine loads for its GPU kernels alone.
+GPT_OSS: dict[str, object] = LLAMA | {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 128,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "attention_bias": True,
+}
 # Multi-head latent attention: keys and values exist only as one compressed row per token.
 LATENT: dict[str, object] = {
     "architectures": ["DeepseekV2ForCausalLM"],

@@ -161,3 +161,27 @@ def test_workspace_is_kept_out_of_the_pool(monkeypatch: pytest.MonkeyPatch) -> N
     assert (args, kwargs) == ((sizer, 1000, 128), {})
     args, _ = patches._calculate_pool_sizes(SimpleNamespace(), 1000, 128)
     assert args[1] == 1000, "the sizer of another backend's pool keeps all its bytes"
+
+
+def test_the_engine_adjusts_itself_to_the_model_as_for_triton(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Resolving(Args):
+        def _resolved_attention_backends(self) -> tuple[str | None, str | None]:
+            return versions.attention_backends(self)
+
+    monkeypatch.setattr(versions, "has_resolution_pipeline", lambda: False)
+    seen: list[tuple[str | None, ...]] = []
+
+    def adjust(args: Resolving) -> None:
+        seen.append(args._resolved_attention_backends())
+        if args.device == "broken":
+            raise ValueError("of the engine")
+
+    patches._pass_as_triton(Resolving(), adjust)
+    patches._pass_as_triton(Resolving(decode_attention_backend="fa3"), adjust)
+    patches._pass_as_triton(Resolving(attention_backend="flashinfer"), adjust)
+    with pytest.raises(ValueError, match="of the engine"):
+        patches._pass_as_triton(Resolving(device="broken"), adjust)
+    assert seen == [("triton",) * 2, ("triton", "fa3"), ("flashinfer",) * 2, ("triton",) * 2]
+    assert Resolving()._resolved_attention_backends() == ("inkling", "inkling")
