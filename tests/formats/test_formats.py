@@ -249,7 +249,10 @@ def test_powers_of_two_only_move_the_scale(name: str, x: torch.Tensor, shift: in
 
 
 def test_names() -> None:
-    assert list(FORMATS) == list(RECIPES) == ["mxfp8", "nvfp4", "kvfp4", "bf16"]
+    assert list(FORMATS) == ["mxfp8", "nvfp4", "kvfp4", "bf16"]
+    assert list(RECIPES) == [*FORMATS, "mxfp8-nvfp4"]
+    mixed = get_recipe("mxfp8-nvfp4")
+    assert (mixed.k.name, mixed.v.name, mixed.quantize_query) == ("mxfp8", "nvfp4", False)
     for name in FORMATS:
         recipe = get_recipe(name)
         assert (recipe.name, recipe.k.name, recipe.v.name) == (name, name, name)
