@@ -35,9 +35,8 @@ class Work:
     def passes(self, settings: Sequence[Setting]) -> int:
         """Passes through the model, for a progress bar."""
         others = sum(setting.name != "bf16" for setting in settings)
-        return (
-            self.chunks + 1 + others * (self.chunks + 1) + len(settings) * len(self.needle_lengths)
-        )
+        texts = self.chunks + others * (self.chunks + 1)
+        return texts + len(settings) * len(self.needle_lengths)
 
 
 def measure(
@@ -102,22 +101,22 @@ def _row(
     numbers = {"kl": distance.kl, "perplexity": distance.perplexity, "top1": distance.top1}
     heads = [error for layer in errors for error in layer]
     row: Row = {"model": subject.name, "setting": setting.name, "bits": setting.bits}
-    row |= {name: _short(value) for name, value in numbers.items()}
+    row |= {name: short(value) for name, value in numbers.items()}
     row["tokens"] = work.chunk * work.chunks
     if work.needle_lengths:
         row["needle"] = {
             "lengths": list(work.needle_lengths),
             "depths": list(needle.DEPTHS),
             "found": found,
-            "score": _short(sum(map(sum, found)) / sum(map(len, found))),
+            "score": short(sum(map(sum, found)) / sum(map(len, found))),
         }
     row["attention_error"] = {
-        "mean": _short(sum(heads) / len(heads)) if heads else 0.0,
-        "heads": [[_short(error, 3) for error in layer] for layer in errors],
+        "mean": short(sum(heads) / len(heads)) if heads else 0.0,
+        "heads": [[short(error, 3) for error in layer] for layer in errors],
     }
     return row
 
 
-def _short(value: float, digits: int = 6) -> float:
+def short(value: float, digits: int = 6) -> float:
     """The number as a file needs it."""
     return float(f"{value:.{digits}g}")
