@@ -2,8 +2,8 @@
 
     python -m integration.accuracy [--page]
 
-Takes about half an hour on two cores that are free; ``--page`` only writes the page again, from the
-results that are there.
+Takes about a quarter of an hour on two free cores (with others at work there, OMP_NUM_THREADS=1 is
+faster); ``--page`` only writes the page again, from the results that are there.
 """
 
 from __future__ import annotations
