@@ -77,9 +77,9 @@ DEFAULT_SETTINGS = (
         f"k_mxfp8_v_nvfp4{more}"
         for more in ("+fouroversix", _BEST, f"{_BEST}+fouroversix", f"{_BEST}+fouroversix+sinks")
     ),
-    *(f"nvfp4{more}" for more in ("+center", "+rotate", "+fouroversix", "+sinks", _BEST)),
+    *(f"nvfp4{more}" for more in ("+center", "+rotate", "+fouroversix")),
     *(f"nvfp4{_BEST}+fouroversix{more}" for more in ("", "+sinks")),
-    *(f"kvfp4{more}" for more in ("+center", "+rotate", _BEST, f"{_BEST}+sinks")),
+    *(f"kvfp4{more}" for more in (_BEST, f"{_BEST}+sinks")),
 )
 QUICK_SETTINGS = ("fp8_per_tensor", "mxfp8", "k_mxfp8_v_nvfp4", "nvfp4", "kvfp4")
 
