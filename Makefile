@@ -12,7 +12,7 @@ PYTEST := $(PY) -m pytest
 .PHONY: help demo test lint unit wheel integration env model lock clean
 
 help:
-	@echo "make demo [RECIPE=mxfp8|nvfp4|kvfp4|bf16]  a real model answers, first with RECIPE"
+	@echo "make demo [RECIPE=mxfp8|nvfp4|kvfp4|mxfp8-nvfp4|bf16]  a real model answers, first with RECIPE"
 	@echo "make test         lint, unit, wheel and integration"
 	@echo "make lint         ruff and mypy"
 	@echo "make unit         formats, kernels (interpreted) and plugin, without a running engine"

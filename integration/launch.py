@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 STANDIN = Path(__file__).resolve().parent / "sgl_kernel_standin"
-RECIPES = ("mxfp8", "nvfp4", "kvfp4", "bf16")
+RECIPES = ("mxfp8", "nvfp4", "kvfp4", "mxfp8-nvfp4", "bf16")
 
 # Keywords of sglang.Engine for every start. The 135M model fits anywhere, so the pool is small.
 COMMON: dict[str, object] = {
@@ -33,6 +33,7 @@ RECIPE_FLAGS: dict[str, dict[str, object]] = {
     "mxfp8": {},
     "nvfp4": {"fp4_kv_cache_recipe": "nvfp4"},
     "kvfp4": {"fp4_kv_cache_recipe": "kvfp4"},
+    "mxfp8-nvfp4": {"fp4_kv_cache_recipe": "mxfp8-nvfp4"},
     "bf16": {"kv_cache_dtype": "bf16"},
 }
 

@@ -22,6 +22,7 @@ from inkling_backend.bench.cases import Case, Heads
 from inkling_backend.bench.extra import missing
 from inkling_backend.bench.results import LIBRARIES, Results, Row, gpu, read, versions
 from inkling_backend.errors import InklingError
+from inkling_backend.formats import get_recipe
 
 app = typer.Typer(
     help="Measure what the engine runs, beside the attention libraries found on this host.",
@@ -276,7 +277,7 @@ def _kernels(run: Run, sustained: float, **more: int | bool) -> None:
     """Measure an operation of `AttentionRunner`."""
     with _one_line(run.command):
         cases = run.cases(**more)
-        recipes = [shapes.recipe_of(name) for name in run.recipe_names()]
+        recipes = [get_recipe(name) for name in run.recipe_names()]
 
     def work(emit: Emit, say: Say) -> bool:
         from inkling_backend.bench.data import Lab

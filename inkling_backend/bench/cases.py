@@ -6,11 +6,10 @@ import re
 from dataclasses import dataclass
 
 from inkling_backend.errors import InklingError
-from inkling_backend.formats import Recipe, get_format, get_recipe
+from inkling_backend.formats import RECIPES, Recipe, get_format
 from inkling_backend.formats.layout import DEFAULT_PAGE_SIZE, CacheLayout
 
-# Formats of K and of V apart are joined by a dash.
-RECIPE_NAMES = ("mxfp8", "nvfp4", "kvfp4", "bf16", "mxfp8-nvfp4")
+RECIPE_NAMES = tuple(RECIPES)
 
 DECODE, VERIFY, EXTEND, STORE, ENGINE = "decode", "verify", "extend", "store", "engine_decode"
 SHAPES: dict[str, tuple[str, ...]] = {
@@ -206,19 +205,6 @@ def ragged_lengths(batch: int, mean: int, least: int) -> tuple[int, ...]:
     lengths[-1] += batch * mean - sum(lengths)
     order = [i // 2 if i % 2 == 0 else batch - 1 - i // 2 for i in range(batch)]
     return tuple(lengths[i] for i in order)
-
-
-def recipe_of(name: str) -> Recipe:
-    """The recipe of this name: a known one, or formats of K and V joined by a dash.
-
-    Raises:
-        UnknownNameError: there is no such recipe or format.
-    """
-    k, dash, v = name.partition("-")
-    if not dash:
-        return get_recipe(name)
-    quantize_query = get_recipe(k).quantize_query
-    return Recipe(name, get_format(k), get_format(v), quantize_query=quantize_query)
 
 
 def short(tokens: int) -> str:

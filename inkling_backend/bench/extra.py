@@ -1,22 +1,29 @@
-"""Start of a command line whose libraries are an optional extra."""
+"""Start of a command line whose libraries are optional extras."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
 
-LIBRARIES = ("typer", "rich", "matplotlib")
+# Library -> the extra that brings it.
+LIBRARIES = {
+    "typer": "bench",
+    "rich": "bench",
+    "matplotlib": "bench",
+    "transformers": "accuracy",
+}
 
 
 def missing(error: ModuleNotFoundError, what: str) -> str:
-    """What to say of a library of the extra that is not there.
+    """What to say of a library of the extras that is not there.
 
     Raises:
-        ModuleNotFoundError: the given one, if its module is none of the extra's.
+        ModuleNotFoundError: the given one, if its module is none of theirs.
     """
     if error.name not in LIBRARIES:
         raise error
-    return f"inkling-backend: {what} needs {error.name}: pip install 'inkling-backend[bench]'"
+    extra = LIBRARIES[error.name]
+    return f"inkling-backend: {what} needs {error.name}: pip install 'inkling-backend[{extra}]'"
 
 
 def start(load: Callable[[], Callable[[], None]]) -> None:

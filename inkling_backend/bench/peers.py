@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from inkling_backend.bench import gate
-from inkling_backend.bench.cases import EXTEND, STORE, Case, recipe_of
+from inkling_backend.bench.cases import EXTEND, STORE, Case
 from inkling_backend.bench.data import Batch, Lab, free_memory, make_batch, randn, store_inputs
 from inkling_backend.bench.peer_calls import LIBRARIES, PEERS, Inputs, Pages, Peer, make_pages
 from inkling_backend.bench.timing import Launch, Meter
-from inkling_backend.formats import Query
+from inkling_backend.formats import Query, get_recipe
 from inkling_backend.formats.layout import LayerCache
 
 Say = Callable[[str], None]
@@ -78,7 +78,7 @@ class Peers:
         build = peer.build(case.op)
         assert build is not None
         batch = make_batch(case, 0, lab.device)
-        pool = lab.pool(heads.layout(recipe_of("bf16")), 1, batch.num_pages)
+        pool = lab.pool(heads.layout(get_recipe("bf16")), 1, batch.num_pages)
         q = randn(case.batch * case.new_tokens, heads.q_heads, heads.head_dim, device=lab.device)
         pages = make_pages(lab, peer, [pool.layer(0)], case)
         return build(Inputs(lab, case, batch, q, pages))
@@ -110,7 +110,7 @@ class Peers:
             return
         free_memory(lab)
         batch = make_batch(case, 0, lab.device)
-        pool = lab.filled_pool(recipe_of("bf16"), batch.num_pages, rotate=case.rotates)
+        pool = lab.filled_pool(get_recipe("bf16"), batch.num_pages, rotate=case.rotates)
         layers = [pool.layer(i) for i in range(pool.num_layers)]
         q = randn(case.batch * case.new_tokens, heads.q_heads, heads.head_dim, device=lab.device)
         for peer in present:
@@ -145,7 +145,7 @@ class Peers:
 
     def _scatter(self, case: Case) -> float:
         """K and V written to their slots in BF16 by torch: what a plain pool does."""
-        inputs = store_inputs(self._lab, recipe_of("bf16"), case, rotate=True)
+        inputs = store_inputs(self._lab, get_recipe("bf16"), case, rotate=True)
         pool = inputs.pool
 
         def launch(i: int) -> None:

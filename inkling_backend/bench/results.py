@@ -22,6 +22,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "torch": ("torch",),
     "triton": ("triton",),
     "sglang": ("sglang",),
+    "transformers": ("transformers",),
     "flashinfer": ("flashinfer-python",),
     "fa3": ("tokenspeed-fa3", "flash-attn-3"),
 }

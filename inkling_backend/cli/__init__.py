@@ -1,4 +1,4 @@
-"""The command line: ``inkling-backend doctor | plan | bench``."""
+"""The command line: ``inkling-backend doctor | plan | accuracy | bench``."""
 
 from __future__ import annotations
 

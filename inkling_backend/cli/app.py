@@ -13,6 +13,7 @@ from rich.table import Table
 from inkling_backend.bench.app import app as bench
 from inkling_backend.cli import doctor as doctors
 from inkling_backend.cli import plan as planner
+from inkling_backend.cli.accuracy import accuracy
 from inkling_backend.errors import InklingError
 
 app = typer.Typer(
@@ -22,6 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench, name="bench")
+app.command()(accuracy)
 _BAR = 12
 
 

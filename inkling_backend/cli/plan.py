@@ -25,7 +25,7 @@ GPU_MEMORY_MIB = {
     "RTX4090": 24564,
 }
 # Recipes in the order shown. FP8 is the engine's own cache of one byte an element, for comparison.
-ORDER = ("bf16", "fp8", "mxfp8", "nvfp4", "kvfp4")
+ORDER = ("bf16", "fp8", "mxfp8", "mxfp8-nvfp4", "nvfp4", "kvfp4")
 
 
 class PlanError(InklingError, ValueError):

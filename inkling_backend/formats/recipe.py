@@ -31,7 +31,8 @@ class Recipe:
     """How a model's K, V and Q are kept.
 
     Attributes:
-        name: the name used in flags, logs and results.
+        name: the name used in flags, logs and results: the format's, or those of K and of V
+            joined by a dash.
         k, v: formats of K and of V.
         quantize_query: whether Q becomes MXFP8 in the launch that stores K and V.
     """
@@ -45,6 +46,8 @@ class Recipe:
 RECIPES: dict[str, Recipe] = {
     name: Recipe(name, fmt, fmt, quantize_query=fmt is MXFP8) for name, fmt in FORMATS.items()
 }
+# Q stays as the model gave it: quantizing it costs accuracy and saves no byte of the cache.
+RECIPES["mxfp8-nvfp4"] = Recipe("mxfp8-nvfp4", MXFP8, NVFP4, quantize_query=False)
 
 
 def get_recipe(name: str) -> Recipe:

@@ -99,7 +99,7 @@ def examples() -> Iterator[Example]:
     cases += list(itertools.product([p for p in pairs if p[0] != "kvfp4"], ((64, 1), (96, 4))))
     for (k, v), (head_dim, group) in cases:
         layout = CacheLayout(get_format(k), get_format(v), 8, head_dim, head_dim)
-        yield Example(f"{k}-{v}-d{head_dim}", layout, group, "bf16", quantized=k == "mxfp8")
+        yield Example(f"{k}-{v}-d{head_dim}", layout, group, "bf16", quantized=k == v == "mxfp8")
     mxfp8, bf16 = get_format("mxfp8"), get_format("bf16")
     half = CacheLayout(bf16, bf16, 8, 128, 128)
     yield Example("float16", half, 16, "fp16", quantized=False)

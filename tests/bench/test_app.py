@@ -93,7 +93,7 @@ def test_a_failed_row_ends_with_status_one(fake_gpu: None, tmp_path: Path) -> No
         (("decode", "--format", "mxfp9"), "known: "),
         (("decode", "--shape", "1x1k+1k"), "prefix"),
         (("verify", "--shape", "1x2"), "at least 4"),
-        (("engine", "--format", "mxfp8-nvfp4"), "recipe of the engine"),
+        (("engine", "--format", "nvfp4-mxfp8"), "recipe of the engine"),
     ],
 )
 def test_what_cannot_be_measured(arguments: tuple[str, ...], words: str, fake_gpu: None) -> None:

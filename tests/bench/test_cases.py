@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inkling_backend.bench import cases
-from inkling_backend.bench.cases import Case, CaseError, Heads, Shape, make_case, recipe_of
+from inkling_backend.bench.cases import Case, CaseError, Heads, Shape, make_case
 from inkling_backend.errors import UnknownNameError
+from inkling_backend.formats import get_recipe
 
 HEADS = Heads()
 
@@ -72,31 +73,29 @@ def test_ragged_lengths_are_spread() -> None:
 
 
 def test_a_recipe_of_two_formats() -> None:
-    mixed = recipe_of("mxfp8-nvfp4")
-    assert (mixed.k.name, mixed.v.name, mixed.quantize_query) == ("mxfp8", "nvfp4", True)
+    mixed = get_recipe("mxfp8-nvfp4")
+    assert (mixed.k.name, mixed.v.name, mixed.quantize_query) == ("mxfp8", "nvfp4", False)
     assert HEADS.layout(mixed).bytes_per_token == 8 * (132 + 72)
-    assert recipe_of("nvfp4").quantize_query is False
-    for name in cases.RECIPE_NAMES:
-        assert recipe_of(name).name == name
+    assert get_recipe("nvfp4").quantize_query is False
     for name in ("mxfp9", "mxfp8-mxfp9", "mxfp9-mxfp8"):
         with pytest.raises(UnknownNameError):
-            recipe_of(name)
+            get_recipe(name)
 
 
 def test_bytes_of_decode_are_the_cache_the_query_and_the_output() -> None:
     case = make_case(cases.DECODE, "64x8k", HEADS)
     rows = 64 * 32 * 128
-    assert case.bytes(recipe_of("bf16")) == 64 * 8192 * 4096 + 4 * rows
-    assert case.bytes(recipe_of("mxfp8")) == 64 * 8192 * 2112 + rows * 33 // 32 + 2 * rows
+    assert case.bytes(get_recipe("bf16")) == 64 * 8192 * 4096 + 4 * rows
+    assert case.bytes(get_recipe("mxfp8")) == 64 * 8192 * 2112 + rows * 33 // 32 + 2 * rows
     stored = make_case(cases.DECODE, "64x8k", HEADS, store=True)
-    assert stored.bytes(recipe_of("bf16")) - case.bytes(recipe_of("bf16")) == 64 * (4096 + 8)
+    assert stored.bytes(get_recipe("bf16")) - case.bytes(get_recipe("bf16")) == 64 * (4096 + 8)
 
 
 def test_bytes_of_store() -> None:
     case = make_case(cases.STORE, "8k", HEADS)
-    assert case.bytes(recipe_of("bf16")) == 8192 * (4096 + 8 + 4096)
+    assert case.bytes(get_recipe("bf16")) == 8192 * (4096 + 8 + 4096)
     query = 32 * 128 * 2 + 32 * 132
-    assert case.bytes(recipe_of("mxfp8")) == 8192 * (4096 + 8 + 2112 + query)
+    assert case.bytes(get_recipe("mxfp8")) == 8192 * (4096 + 8 + 2112 + query)
 
 
 def test_names_say_what_differs() -> None:

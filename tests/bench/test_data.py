@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inkling_backend.bench.cases import DECODE, RECIPE_NAMES, STORE, VERIFY, Case, recipe_of
+from inkling_backend.bench.cases import DECODE, RECIPE_NAMES, STORE, VERIFY, Case
 from inkling_backend.bench.data import layer_tensors, make_batch, store_inputs
+from inkling_backend.formats import get_recipe
 from inkling_backend.reference import gather
 from tests.bench.world import HEADS, make_lab
 
@@ -36,7 +37,7 @@ def test_short_columns_are_widened(device: torch.device) -> None:
 @pytest.mark.parametrize("name", RECIPE_NAMES)
 def test_pools_hold_random_numbers_in_every_layer(name: str, device: torch.device) -> None:
     lab = make_lab(device)
-    pool = lab.filled_pool(recipe_of(name), 6, rotate=True)
+    pool = lab.filled_pool(get_recipe(name), 6, rotate=True)
     assert pool.num_layers >= 4
     slots = torch.arange(HEADS.page_size, pool.num_slots, device=device)
     for i in (0, pool.num_layers - 1):
@@ -58,7 +59,7 @@ def test_layers_rotate_over_enough_bytes(device: torch.device) -> None:
 
 def test_stores_go_to_distinct_slots(device: torch.device) -> None:
     lab = make_lab(device)
-    inputs = store_inputs(lab, recipe_of("nvfp4"), Case(STORE, 1, 50, 50, HEADS), rotate=False)
+    inputs = store_inputs(lab, get_recipe("nvfp4"), Case(STORE, 1, 50, 50, HEADS), rotate=False)
     assert inputs.pool.num_layers == len(inputs.slots) == len(inputs.rows) == 32
     for slots in inputs.slots:
         assert len(slots.unique()) == 50
@@ -70,6 +71,6 @@ def test_stores_go_to_distinct_slots(device: torch.device) -> None:
 def test_runners_have_room_for_every_case() -> None:
     lab = make_lab(torch.device("cpu"))
     lab.grow([Case(DECODE, 9, 100, 1, HEADS), Case(DECODE, 2, 3000, 1, HEADS)])
-    runner = lab.runner(recipe_of("mxfp8"))
+    runner = lab.runner(get_recipe("mxfp8"))
     assert (runner.max_batch, runner.max_context) == (9, 3000)
-    assert lab.runner(recipe_of("mxfp8")) is runner
+    assert lab.runner(get_recipe("mxfp8")) is runner

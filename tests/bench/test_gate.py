@@ -13,11 +13,10 @@ from inkling_backend.bench.cases import (
     STORE,
     VERIFY,
     Case,
-    recipe_of,
 )
 from inkling_backend.bench.data import layer_tensors
 from inkling_backend.bench.ops import prepare
-from inkling_backend.formats import Query
+from inkling_backend.formats import Query, get_recipe
 from tests.bench.world import HEADS, make_lab
 
 CASES = {
@@ -32,7 +31,7 @@ CASES = {
 @pytest.mark.parametrize("name", RECIPE_NAMES)
 @pytest.mark.parametrize("case", CASES)
 def test_every_operation_passes(case: str, name: str, device: torch.device) -> None:
-    prepared = prepare(make_lab(device), recipe_of(name), CASES[case], rotate=False)
+    prepared = prepare(make_lab(device), get_recipe(name), CASES[case], rotate=False)
     last = prepared.calls - 1
     prepared.launch(last)
     prepared.poison()
@@ -45,7 +44,7 @@ def test_every_operation_passes(case: str, name: str, device: torch.device) -> N
 @pytest.mark.parametrize("case", ["decode", "extend", "store"])
 def test_the_kernels_pass(case: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INKLING_KERNELS", "triton")
-    prepared = prepare(make_lab(device), recipe_of("mxfp8"), CASES[case], rotate=False)
+    prepared = prepare(make_lab(device), get_recipe("mxfp8"), CASES[case], rotate=False)
     last = prepared.calls - 1
     prepared.launch(last)
     prepared.poison()
@@ -65,7 +64,7 @@ def test_a_wrong_head_fails(device: torch.device) -> None:
 
 
 def test_a_wrong_byte_fails(device: torch.device) -> None:
-    lab, layout = make_lab(device), HEADS.layout(recipe_of("mxfp8"))
+    lab, layout = make_lab(device), HEADS.layout(get_recipe("mxfp8"))
     one, other = lab.pool(layout, 2, 3), lab.pool(layout, 1, 3)
     gate.check_bytes(one, 1, other)
     for tensor in layer_tensors(one, 1):

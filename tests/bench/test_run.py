@@ -6,15 +6,16 @@ import pytest
 import torch
 
 from inkling_backend.bench import run as running
-from inkling_backend.bench.cases import DECODE, EXTEND, STORE, VERIFY, Case, recipe_of
+from inkling_backend.bench.cases import DECODE, EXTEND, STORE, VERIFY, Case
 from inkling_backend.bench.ops import Prepared, prepare
 from inkling_backend.bench.results import Row
 from inkling_backend.bench.run import Bench, small_case
+from inkling_backend.formats import get_recipe
 from tests.bench import libraries
 from tests.bench.world import HEADS, FakeMeter, make_lab
 
 CASES = [Case(DECODE, 2, 40, 1, HEADS), Case(DECODE, 1, 70, 1, HEADS)]
-RECIPES = [recipe_of("mxfp8"), recipe_of("mxfp8-nvfp4")]
+RECIPES = [get_recipe("mxfp8"), get_recipe("mxfp8-nvfp4")]
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from inkling_backend import CacheLayout, get_format
+from inkling_backend import RECIPES, CacheLayout
 from inkling_backend.cache import KVCachePool
 from inkling_backend.cli.app import app
 from inkling_backend.cli.plan import GPU_MEMORY_MIB, ORDER, count_weights, plan, read_model
@@ -47,15 +47,16 @@ def test_json_has_every_recipe_and_the_pools_own_sizes(tmp_path: Path) -> None:
     content = json.loads(output)
     rows = {row["recipe"]: row for row in content["recipes"]}
     assert tuple(rows) == ORDER
-    for name in ("bf16", "mxfp8", "nvfp4", "kvfp4"):
-        fmt, row = get_format(name), rows[name]
-        layout = CacheLayout(fmt, fmt, 8, 128, 128)
+    for name, recipe in RECIPES.items():
+        row = rows[name]
+        layout = CacheLayout(recipe.k, recipe.v, 8, 128, 128)
         pool = KVCachePool(layout, 32, 1, "meta")
         held = sum(buffer.tensor.nbytes for buffer in pool.buffers())
         assert row["bytes_per_token"] * layout.page_size == held
         assert row["tokens"] == content["cache_bytes"] // row["bytes_per_token"]
         assert row["requests"] == row["tokens"] // 32768
-        assert row["bits_per_element"] == fmt.bits_per_element
+        bits = recipe.k.bits_per_element + recipe.v.bits_per_element
+        assert row["bits_per_element"] * 2 == bits
     assert rows["fp8"]["bytes_per_token"] * 2 == rows["bf16"]["bytes_per_token"]
     total = GPU_MEMORY_MIB["H200"] * 2**20
     assert content["cache_bytes"] + content["weight_bytes"] == int(total * 0.88)

@@ -26,8 +26,9 @@ class Record:
 def test_every_name_means_a_recipe() -> None:
     assert set(module.KV_CACHE_DTYPES.values()) == set(RECIPES)
     for flag, dtype in module.FP4_RECIPES.items():
-        recipe = FP4KVCacheRecipe.from_flag(flag).recipe
-        assert module.KV_CACHE_DTYPES[dtype] == recipe.name
+        assert module.KV_CACHE_DTYPES[dtype] == flag
+    for member in FP4KVCacheRecipe:
+        assert member.recipe.name in module.FP4_RECIPES
 
 
 @pytest.mark.parametrize(
@@ -37,6 +38,7 @@ def test_every_name_means_a_recipe() -> None:
         ({"fp4_kv_cache_recipe": None}, None),
         ({"kv_cache_dtype": "auto"}, "auto"),
         ({"fp4_kv_cache_recipe": "nvfp4"}, "nvfp4"),
+        ({"fp4_kv_cache_recipe": "mxfp8-nvfp4"}, "mxfp8-nvfp4"),
         ({"fp4_kv_cache_recipe": "kvfp4", "kv_cache_dtype": "auto"}, "fp4_mx_block16"),
         ({"fp4_kv_cache_recipe": "kvfp4", "kv_cache_dtype": "mxfp8"}, "mxfp8"),
     ],
@@ -51,7 +53,10 @@ def test_recipe_becomes_the_engines_dtype(given: dict[str, Any], dtype: str | No
 
 @pytest.mark.parametrize(
     ("field", "names"),
-    [("fp4_kv_cache_recipe", ("nvfp4", "kvfp4")), ("inkling_query_dtype", ("auto", "bf16"))],
+    [
+        ("fp4_kv_cache_recipe", ("nvfp4", "kvfp4", "mxfp8-nvfp4")),
+        ("inkling_query_dtype", ("auto", "bf16")),
+    ],
 )
 def test_unknown_names_are_refused_with_the_known_ones(field: str, names: tuple[str, ...]) -> None:
     with pytest.raises(UnknownNameError, match="mx9") as error:
@@ -67,6 +72,16 @@ def test_command_line() -> None:
     assert take(vars(parser.parse_args(args))) == Flags("kvfp4", "bf16")
     with pytest.raises(SystemExit):
         parser.parse_args(["--fp4-kv-cache-recipe", "mx9"])
+
+
+def test_the_engines_own_option_takes_the_mixed_recipe() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kv-cache-dtype", choices=["auto", "mxfp8"], default="auto")
+    module.add_cli_args(parser)
+    args = parser.parse_args(["--kv-cache-dtype", "mxfp8-nvfp4"])
+    assert args.kv_cache_dtype == "mxfp8-nvfp4"
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--kv-cache-dtype", "nvfp4-mxfp8"])
 
 
 def test_query_dtype() -> None:

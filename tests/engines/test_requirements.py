@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from inkling_backend.attention import LayerAttention
-from inkling_backend.engines.sglang.flags import Flags
+from inkling_backend.engines.sglang.flags import KV_CACHE_DTYPES, Flags
 from inkling_backend.engines.sglang.layer import layer_attention
 from inkling_backend.engines.sglang.requirements import (
     argument_reasons,
@@ -63,7 +63,7 @@ def reasons(
     )
 
 
-@pytest.mark.parametrize("dtype", ["mxfp8", "nvfp4", "fp4_mx_block16", "bf16", "bfloat16"])
+@pytest.mark.parametrize("dtype", KV_CACHE_DTYPES)
 @pytest.mark.parametrize("page_size", [32, 64, 128])
 def test_supported(dtype: str, page_size: int) -> None:
     assert reasons(arguments(kv_cache_dtype=dtype, page_size=page_size)) == []
@@ -194,9 +194,12 @@ def test_all_reasons_at_once() -> None:
 
 
 def test_own_options_need_the_backend() -> None:
-    assert flag_reasons(Flags(), ("triton", "triton")) == []
-    assert flag_reasons(Flags("nvfp4"), BOTH) == []
-    (reason,) = flag_reasons(Flags("nvfp4", "bf16"), ("triton", "triton"))
+    theirs = ("triton", "triton")
+    assert flag_reasons(Flags(), theirs, "auto") == []
+    assert flag_reasons(Flags("nvfp4"), BOTH, "nvfp4") == []
+    assert flag_reasons(Flags(), BOTH, "mxfp8-nvfp4") == []
+    assert flag_reasons(Flags(), theirs, "mxfp8-nvfp4")[0].startswith("--kv-cache-dtype mxfp8-nv")
+    (reason,) = flag_reasons(Flags("nvfp4", "bf16"), theirs, "nvfp4")
     assert "--fp4-kv-cache-recipe nvfp4" in reason
     assert "--inkling-query-dtype bf16" in reason
     assert "triton" in reason

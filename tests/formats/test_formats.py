@@ -20,6 +20,7 @@ from inkling_backend.formats import (
     get_format,
     get_recipe,
 )
+from inkling_backend.formats.nvfp4 import NVFP4_FOUR_OVER_SIX
 
 QUANTIZED = ["mxfp8", "nvfp4", "kvfp4"]
 G = torch.tensor([0.0123])
@@ -248,8 +249,49 @@ def test_powers_of_two_only_move_the_scale(name: str, x: torch.Tensor, shift: in
     assert torch.equal(b.scale.int() - a.scale.int(), torch.full_like(a.scale, 1).int() * shift)
 
 
+def nvfp4_errors(x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Squared errors of blocks by the plain rule and by four-over-six."""
+    fmt = get_format("nvfp4")
+    return tuple(  # type: ignore[return-value]
+        (fmt.dequantize(rule(x, g), g) - x).unflatten(-1, (-1, 16)).square().sum(-1)
+        for rule in (fmt.quantize, NVFP4_FOUR_OVER_SIX.quantize)
+    )
+
+
+@given(x=rows(moderate))
+@settings(max_examples=30, deadline=None)
+def test_four_over_six_never_errs_more(x: torch.Tensor) -> None:
+    plain, adaptive = nvfp4_errors(x, G)
+    assert (adaptive <= plain).all()
+
+
+def test_four_over_six_takes_four_where_that_is_exact() -> None:
+    x = torch.tensor([8.0, 6.0, *[0.0] * 14, 6.0, 4.0, *[0.0] * 14])
+    one = torch.ones(1)
+    data, scale = NVFP4_FOUR_OVER_SIX.quantize(x, one)
+    assert scale is not None
+    assert scale.view(torch.float8_e4m3fn).tolist() == [2.0, 1.0]
+    assert (data[0].item(), data[8].item()) == (0x56, 0x67)
+    plain, adaptive = nvfp4_errors(x, one)
+    assert (plain > 0).tolist() == [True, False]
+    assert not adaptive.any()
+
+
+def test_four_over_six_keeps_the_rules_for_special_blocks() -> None:
+    x = torch.zeros(3, 16)
+    x[1, 3], x[2, 3] = float("nan"), float("inf")
+    ours, plain = NVFP4_FOUR_OVER_SIX.quantize(x, G), quantize("nvfp4", x)
+    assert torch.equal(ours.data, plain.data)
+    assert torch.equal(ours.scale, plain.scale)
+    assert "nvfp4" in FORMATS
+    assert FORMATS["nvfp4"] is not NVFP4_FOUR_OVER_SIX
+
+
 def test_names() -> None:
-    assert list(FORMATS) == list(RECIPES) == ["mxfp8", "nvfp4", "kvfp4", "bf16"]
+    assert list(FORMATS) == ["mxfp8", "nvfp4", "kvfp4", "bf16"]
+    assert list(RECIPES) == [*FORMATS, "mxfp8-nvfp4"]
+    mixed = get_recipe("mxfp8-nvfp4")
+    assert (mixed.k.name, mixed.v.name, mixed.quantize_query) == ("mxfp8", "nvfp4", False)
     for name in FORMATS:
         recipe = get_recipe(name)
         assert (recipe.name, recipe.k.name, recipe.v.name) == (name, name, name)

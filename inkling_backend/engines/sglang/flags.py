@@ -19,7 +19,7 @@ from inkling_backend.errors import UnknownNameError
 BACKEND = "inkling"
 
 # --fp4-kv-cache-recipe -> the engine's --kv-cache-dtype.
-FP4_RECIPES = {"nvfp4": "nvfp4", "kvfp4": "fp4_mx_block16"}
+FP4_RECIPES = {"nvfp4": "nvfp4", "kvfp4": "fp4_mx_block16", "mxfp8-nvfp4": "mxfp8-nvfp4"}
 # The engine's --kv-cache-dtype -> name of the recipe.
 KV_CACHE_DTYPES = {
     "mxfp8": "mxfp8",
@@ -27,7 +27,10 @@ KV_CACHE_DTYPES = {
     "fp4_mx_block16": "kvfp4",
     "bf16": "bf16",
     "bfloat16": "bf16",
+    "mxfp8-nvfp4": "mxfp8-nvfp4",
 }
+# Values of --kv-cache-dtype that the engine does not have by itself.
+OWN_KV_CACHE_DTYPES = ("mxfp8-nvfp4",)
 DEFAULT_KV_CACHE_DTYPE = "mxfp8"
 QUERY_DTYPES = ("auto", "bf16")
 
@@ -42,7 +45,7 @@ class Flags:
     """The backend's own options, as the user gave them.
 
     Attributes:
-        fp4_kv_cache_recipe: ``nvfp4``, ``kvfp4`` or None.
+        fp4_kv_cache_recipe: one of `FP4_RECIPES` or None.
         inkling_query_dtype: ``auto`` lets the recipe decide (MXFP8 quantizes the queries),
             ``bf16`` keeps the queries in the model's dtype.
     """
@@ -69,13 +72,17 @@ class Flags:
 
 
 def add_cli_args(parser: argparse.ArgumentParser) -> None:
-    """Add the backend's options to the engine's parser."""
+    """Add the backend's options to the engine's parser, and its values to the engine's own."""
+    for action in parser._actions:
+        if action.dest == "kv_cache_dtype" and action.choices is not None:
+            action.choices = [*action.choices, *OWN_KV_CACHE_DTYPES]
     group = parser.add_argument_group(f"--attention-backend {BACKEND}")
     group.add_argument(
         "--fp4-kv-cache-recipe",
         choices=tuple(FP4_RECIPES),
         default=None,
-        help="Serve from a 4-bit KV cache; needs --attention-backend inkling. "
+        help="Serve from a 4-bit KV cache (mxfp8-nvfp4: K in MXFP8, V in NVFP4); needs "
+        "--attention-backend inkling. "
         "Without it the cache is MXFP8 (or what --kv-cache-dtype says).",
     )
     group.add_argument(

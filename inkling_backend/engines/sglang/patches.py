@@ -76,7 +76,7 @@ def _prepare(server_args: Any, previous: Callable[[Any], None]) -> None:
     view, flags = versions.view(server_args), flags_of(server_args)
     backends = versions.attention_backends(view)
     if not uses_backend(backends):
-        _raise_if(flag_reasons(flags, backends))
+        _raise_if(flag_reasons(flags, backends, view.kv_cache_dtype))
         return
     verify()
     if view.kv_cache_dtype in (None, "auto"):

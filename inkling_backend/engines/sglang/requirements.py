@@ -19,6 +19,7 @@ from inkling_backend.engines.sglang.flags import (
     DEFAULT_KV_CACHE_DTYPE,
     FP4_RECIPES,
     KV_CACHE_DTYPES,
+    OWN_KV_CACHE_DTYPES,
     Flags,
 )
 from inkling_backend.engines.sglang.layer import attention_kind
@@ -82,15 +83,19 @@ def uses_backend(backends: Iterable[str | None]) -> bool:
     return BACKEND in tuple(backends)
 
 
-def flag_reasons(flags: Flags, backends: tuple[str | None, str | None]) -> list[str]:
-    """Why the backend's own options cannot be used with these attention backends."""
-    if uses_backend(backends) or not flags.any_set:
+def flag_reasons(
+    flags: Flags, backends: tuple[str | None, str | None], kv_cache_dtype: str | None
+) -> list[str]:
+    """Why the backend's own options and values cannot be used with these attention backends."""
+    own_dtype = kv_cache_dtype if kv_cache_dtype in OWN_KV_CACHE_DTYPES else None
+    if uses_backend(backends) or not (flags.any_set or own_dtype):
         return []
     given = [
         f"{name} {value}"
         for name, value, default in (
             ("--fp4-kv-cache-recipe", flags.fp4_kv_cache_recipe, None),
             ("--inkling-query-dtype", flags.inkling_query_dtype, "auto"),
+            ("--kv-cache-dtype", None if flags.fp4_kv_cache_recipe else own_dtype, None),
         )
         if value != default
     ]

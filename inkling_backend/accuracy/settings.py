@@ -1,0 +1,141 @@
+"""Settings: a way to keep K, V and Q, with the transforms that go before it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from inkling_backend.accuracy.errors import AccuracyError
+from inkling_backend.errors import UnknownNameError
+from inkling_backend.formats import RECIPES, Format, Quantized, Recipe, ScaleOrder
+from inkling_backend.formats.elements import (
+    decode_e2m1_packed,
+    decode_e4m3,
+    decode_e8m0,
+    encode_e2m1,
+    encode_e4m3,
+    pack_nibbles,
+    to_blocks,
+)
+from inkling_backend.formats.nvfp4 import NVFP4, NVFP4_FOUR_OVER_SIX
+
+
+def _fp8(x: torch.Tensor, global_scale: torch.Tensor | None = None) -> Quantized:
+    return Quantized(encode_e4m3(x.float()), None)
+
+
+def _from_fp8(q: Quantized, global_scale: torch.Tensor | None = None) -> torch.Tensor:
+    return decode_e4m3(q.data)
+
+
+def _mxfp4(x: torch.Tensor, global_scale: torch.Tensor | None = None) -> Quantized:
+    """OCP MX rule: the scale's exponent is that of the maximum less E2M1's largest, 2."""
+    blocks = to_blocks(x, 32)
+    exponent = torch.frexp(blocks.abs().amax(-1)).exponent - 1
+    scale = (exponent - 2 + 127).clamp(0, 254).to(torch.uint8)
+    magnitude = blocks.abs() / decode_e8m0(scale)[..., None]
+    codes = encode_e2m1(magnitude, blocks < 0, ties_to_even=True)
+    return Quantized(pack_nibbles(codes.flatten(-2)), scale)
+
+
+def _from_mxfp4(q: Quantized, global_scale: torch.Tensor | None = None) -> torch.Tensor:
+    assert q.scale is not None
+    values = decode_e2m1_packed(q.data).unflatten(-1, (-1, 32))
+    return (values * decode_e8m0(q.scale)[..., None]).flatten(-2)
+
+
+# Formats of other software, for comparison: the engine's own FP8 cache with the scale 1 that it
+# takes without calibration, and MXFP4 as the OCP specification has it.
+_TOKENS = ScaleOrder.TOKEN_MAJOR
+FP8_PER_TENSOR = Format("fp8_per_tensor", 8, 0, 0, False, _TOKENS, _TOKENS, _fp8, _from_fp8)
+MXFP4_BLOCK32 = Format("mxfp4_block32", 4, 32, 127, False, _TOKENS, _TOKENS, _mxfp4, _from_mxfp4)
+
+BASES: dict[str, Recipe] = {
+    "bf16": RECIPES["bf16"],
+    "fp8_per_tensor": Recipe("fp8_per_tensor", FP8_PER_TENSOR, FP8_PER_TENSOR, False),
+    "mxfp8": RECIPES["mxfp8"],
+    "mxfp8_q_bf16": replace(RECIPES["mxfp8"], quantize_query=False),
+    "k_mxfp8_v_nvfp4": RECIPES["mxfp8-nvfp4"],
+    "nvfp4": RECIPES["nvfp4"],
+    "kvfp4": RECIPES["kvfp4"],
+    "mxfp4_block32": Recipe("mxfp4_block32", MXFP4_BLOCK32, MXFP4_BLOCK32, False),
+}
+# Transform after a plus sign -> what it does.
+TRANSFORMS = {
+    "center": "one constant vector less from every key",
+    "rotate": "K and Q multiplied by a Hadamard matrix",
+    "fouroversix": "NVFP4 blocks scaled to 4 or 6, whichever errs less",
+    "sinks": "the first four tokens in BF16",
+}
+_BEST = "+center+rotate"
+DEFAULT_SETTINGS = (
+    *BASES,
+    "mxfp8+center+rotate",
+    *(f"mxfp8_q_bf16{more}" for more in ("+center", "+rotate", _BEST, f"{_BEST}+sinks")),
+    *(
+        f"k_mxfp8_v_nvfp4{more}"
+        for more in ("+fouroversix", _BEST, f"{_BEST}+fouroversix", f"{_BEST}+fouroversix+sinks")
+    ),
+    *(f"nvfp4{more}" for more in ("+center", "+rotate", "+fouroversix")),
+    *(f"nvfp4{_BEST}+fouroversix{more}" for more in ("", "+sinks")),
+    *(f"kvfp4{more}" for more in (_BEST, f"{_BEST}+sinks")),
+)
+QUICK_SETTINGS = ("fp8_per_tensor", "mxfp8", "k_mxfp8_v_nvfp4", "nvfp4", "kvfp4")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a simulated cache keeps what a model gives it.
+
+    Attributes:
+        name: base and transforms as in `parse`.
+        recipe: formats of K and V, and whether Q is quantized.
+        centers, rotates, keeps_sinks: the transforms, see `TRANSFORMS`.
+    """
+
+    name: str
+    recipe: Recipe
+    centers: bool = False
+    rotates: bool = False
+    keeps_sinks: bool = False
+
+    @property
+    def base(self) -> str:
+        """The name without transforms."""
+        return self.name.partition("+")[0]
+
+    @property
+    def bits(self) -> float:
+        """Bits per element of the cache, K and V together; sink tokens are not counted."""
+        return (self.recipe.k.bits_per_element + self.recipe.v.bits_per_element) / 2
+
+
+def parse(name: str) -> Setting:
+    """The setting ``BASE[+TRANSFORM...]``; BASE is one of `BASES`, or a recipe's name.
+
+    Raises:
+        UnknownNameError: a part of the name is not known.
+        AccuracyError: four-over-six without NVFP4.
+    """
+    base, *transforms = name.split("+")
+    by_recipe = {recipe.name: key for key, recipe in reversed(BASES.items())}
+    base = by_recipe.get(base, base)
+    if base not in BASES:
+        raise UnknownNameError("setting", base, tuple(BASES))
+    for transform in transforms:
+        if transform not in TRANSFORMS:
+            raise UnknownNameError("transform", transform, tuple(TRANSFORMS))
+    recipe = BASES[base]
+    if "fouroversix" in transforms:
+        if NVFP4 not in (recipe.k, recipe.v):
+            raise AccuracyError(f"setting {name!r}: +fouroversix is a rule of NVFP4 blocks")
+        k, v = (NVFP4_FOUR_OVER_SIX if f is NVFP4 else f for f in (recipe.k, recipe.v))
+        recipe = replace(recipe, k=k, v=v)
+    return Setting(
+        "+".join((base, *transforms)),
+        recipe,
+        centers="center" in transforms,
+        rotates="rotate" in transforms,
+        keeps_sinks="sinks" in transforms,
+    )

@@ -1,0 +1,53 @@
+"""Measure SmolLM2 and the made data, and write the page: results, pictures and README.md.
+
+    python -m integration.accuracy [--page]
+
+Takes about a quarter of an hour on two free cores (with others at work there, OMP_NUM_THREADS=1 is
+faster); ``--page`` only writes the page again, from the results that are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from inkling_backend.accuracy import synthetic
+from inkling_backend.accuracy.measure import Work, measure
+from inkling_backend.accuracy.plot import plot
+from inkling_backend.accuracy.settings import DEFAULT_SETTINGS, parse
+from inkling_backend.accuracy.subject import load, read_text
+from inkling_backend.bench.results import Results, read, versions
+from integration.accuracy.page import page
+from integration.model import prepare
+
+HERE = Path(__file__).resolve().parent
+MODEL, MADE = HERE / "results" / "smollm2.json", HERE / "results" / "synthetic.json"
+WORK = Work(chunk=1024, chunks=2)
+
+
+def run() -> None:
+    """Write both files of results, row by row."""
+    settings = [parse(name) for name in DEFAULT_SETTINGS]
+    host = versions(("torch", "transformers"))
+    made = Results(host, MADE)
+    for row in synthetic.measure(settings):
+        made.add(row)
+    found = Results(host, MODEL)
+    for row in measure(load(prepare()), read_text(None), settings, WORK, lambda: None):
+        found.add(row)
+        print(row["setting"], row["kl"], flush=True)
+
+
+def main() -> None:
+    """Parse the command line, measure if asked, write the page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--page", action="store_true", help="only write the page again")
+    if not parser.parse_args().page:
+        run()
+    model, made = read(MODEL), read(MADE)
+    plot(model["rows"], HERE)
+    (HERE / "README.md").write_text(page(model, made))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Names of settings, and the formats of other software."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from inkling_backend.accuracy.errors import AccuracyError
+from inkling_backend.accuracy.settings import (
+    BASES,
+    DEFAULT_SETTINGS,
+    FP8_PER_TENSOR,
+    MXFP4_BLOCK32,
+    QUICK_SETTINGS,
+    parse,
+)
+from inkling_backend.errors import UnknownNameError
+from inkling_backend.formats import RECIPES
+from inkling_backend.formats.nvfp4 import NVFP4, NVFP4_FOUR_OVER_SIX
+
+
+def test_every_default_is_known() -> None:
+    for name in (*DEFAULT_SETTINGS, *QUICK_SETTINGS):
+        assert parse(name).name == name
+    assert set(BASES) <= set(DEFAULT_SETTINGS)
+    assert len(set(DEFAULT_SETTINGS)) == len(DEFAULT_SETTINGS)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_is_a_setting(recipe: str) -> None:
+    assert parse(recipe).recipe is RECIPES[recipe]
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [
+        ("bf16", 16),
+        ("fp8_per_tensor", 8),
+        ("k_mxfp8_v_nvfp4+sinks", 6.375),
+        ("mxfp4_block32", 4.25),
+    ],
+)
+def test_bits(name: str, bits: float) -> None:
+    assert parse(name).bits == bits
+
+
+def test_transforms() -> None:
+    setting = parse("nvfp4+center+rotate+fouroversix+sinks")
+    assert setting.centers
+    assert setting.rotates
+    assert setting.keeps_sinks
+    assert setting.recipe.k is setting.recipe.v is NVFP4_FOUR_OVER_SIX
+    assert setting.base == "nvfp4"
+    plain = parse("nvfp4")
+    assert not any((plain.centers, plain.rotates, plain.keeps_sinks))
+    assert plain.recipe.k is NVFP4
+    mixed = parse("mxfp8-nvfp4+fouroversix")
+    assert (mixed.name, mixed.recipe.v) == ("k_mxfp8_v_nvfp4+fouroversix", NVFP4_FOUR_OVER_SIX)
+
+
+@pytest.mark.parametrize("name", ["mxfp9", "nvfp4+turn", "nvfp4+", ""])
+def test_unknown_parts(name: str) -> None:
+    with pytest.raises(UnknownNameError, match="known: "):
+        parse(name)
+
+
+def test_four_over_six_needs_nvfp4() -> None:
+    with pytest.raises(AccuracyError, match="NVFP4"):
+        parse("kvfp4+fouroversix")
+
+
+def test_fp8_rounds_and_saturates() -> None:
+    x = torch.tensor([[1.0625, -500.0, 0.3, 448.0]])
+    seen = FP8_PER_TENSOR.dequantize(FP8_PER_TENSOR.quantize(x, None), None)
+    assert seen.tolist() == [[1.0, -448.0, 0.3125, 448.0]]
+
+
+def test_mxfp4_takes_the_maximums_own_exponent() -> None:
+    x = torch.zeros(2, 32)
+    x[0, :5] = torch.tensor([7.9, 5.1, 2.5, -0.25, 0.26])  # 2**(2 - 2): saturates at 6
+    x[1, :2] = torch.tensor([16.0, 3.0])  # 2**(4 - 2)
+    data, scale = MXFP4_BLOCK32.quantize(x, None)
+    assert scale is not None
+    assert scale.tolist() == [[127], [129]]
+    seen = MXFP4_BLOCK32.dequantize(MXFP4_BLOCK32.quantize(x, None), None)
+    assert seen[0, :5].tolist() == [6.0, 6.0, 2.0, 0.0, 0.5]
+    assert seen[1, :2].tolist() == [16.0, 4.0]
+    assert not seen[:, 5:].any()
+    assert data.shape == (2, 16)
