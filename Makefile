@@ -33,8 +33,9 @@ lint: env
 	$(PY) -m mypy
 	$(PY) -m mypy integration
 
+# A process for each core: interpreted kernels use one thread, and torch would use them all in each.
 unit: env
-	$(PYTEST) tests --ignore=tests/test_package.py
+	OMP_NUM_THREADS=1 $(PYTEST) tests --ignore=tests/test_package.py -n auto --dist loadgroup
 
 wheel: env
 	$(PYTEST) tests/test_package.py
