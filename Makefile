@@ -33,9 +33,9 @@ lint: env
 	$(PY) -m mypy
 	$(PY) -m mypy integration
 
-# A process for each core: interpreted kernels use one thread, and torch would use them all in each.
+# A process for each core, a file in each: interpreted kernels use one thread, torch would use all.
 unit: env
-	OMP_NUM_THREADS=1 $(PYTEST) tests --ignore=tests/test_package.py -n auto --dist loadgroup
+	OMP_NUM_THREADS=1 $(PYTEST) tests --ignore=tests/test_package.py -n auto --dist loadfile
 
 wheel: env
 	$(PYTEST) tests/test_package.py

@@ -23,9 +23,6 @@ def compiled(request: pytest.FixtureRequest) -> dict[tuple[str, int], dict[str, 
     return check(selection)
 
 
-# One worker compiles them all, with processes of its own.
-pytestmark = pytest.mark.xdist_group("compile")
-
 PAIRS = [
     (name, arch)
     for name, case in all_cases().items()
