@@ -91,7 +91,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     sources = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "inkling_backend").rglob("*")
-        if path.is_file() and path.suffix != ".pyc"
+        if path.is_file() and path.suffix not in (".pyc", ".md")
     }
     assert packed == sources
     assert any(name.endswith("licenses/LICENSE") for name in names)
