@@ -7,6 +7,8 @@ import torch
 Capability = tuple[int, int]
 
 MIN_CAPABILITY: Capability = (8, 0)
+# The oldest with conversions to and from E4M3.
+FP8_CAPABILITY: Capability = (8, 9)
 # The oldest with a tensor memory accelerator, which loads whole tiles asynchronously.
 ASYNC_TILES_CAPABILITY: Capability = (9, 0)
 
@@ -38,6 +40,11 @@ def capability_of(device: torch.device) -> Capability | None:
 def supports(capability: Capability) -> bool:
     """Whether the kernels run on such a GPU."""
     return capability >= MIN_CAPABILITY
+
+
+def converts_to_fp8(capability: Capability) -> bool:
+    """Whether such a GPU converts float32 to E4M3 by an instruction."""
+    return capability >= FP8_CAPABILITY
 
 
 def loads_tiles(capability: Capability) -> bool:

@@ -270,12 +270,69 @@ def _round_codes(value, MAN: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr
 
 
 @triton.jit
+def _round_e2m1_even(value):
+    """E2M1 magnitude codes of ``value >= 0`` (float32), nearest even, saturating; int32.
+
+    Codes rise by one per 0.5 up to 2, per 1 up to 4, per 2 up to 6: the least of three lines, each
+    rounded by the addition of a number whose last bit is worth 1. All products are exact.
+    """
+    MAGIC: tl.constexpr = 12582912.0  # 1.5 * 2**23
+    code = tl.minimum(value * 2.0 + MAGIC, value + (MAGIC + 2))
+    code = tl.minimum(tl.minimum(code, value * 0.5 + (MAGIC + 4)), MAGIC + 7)
+    return code.to(tl.int32, bitcast=True) & 7
+
+
+@triton.jit
 def _round_e2m1_half_up(value):
     """E2M1 magnitude codes of ``0 <= value <= 6`` (float32), ties away from zero; int32."""
     bits = value.to(tl.int32, bitcast=True)
-    normal = ((bits + (1 << 21)) >> 22) - 252
-    low = (value >= 0.25).to(tl.int32) + (value >= 0.75).to(tl.int32)
-    return tl.minimum(tl.where(value < 1.0, low, normal), 7)
+    normal = tl.minimum(((bits + (1 << 21)) >> 22) - 252, 7)
+    low = tl.where(value >= 0.75, 2, tl.where(value >= 0.25, 1, 0))
+    return tl.where(value < 1.0, low, normal)
+
+
+@triton.jit
+def _hardware_e4m3(value, x):
+    """uint8 codes of ``value`` by the conversion of newer GPUs (SM89 on), with the sign of x.
+
+    It rounds to nearest even and saturates, as `_round_codes` does, but gives every NaN the same
+    sign. PTX ISA: ``cvt.rn.satfinite.e4m3x2.f32``.
+    """
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b16 low, high; .reg .b32 codes, a, b;
+        cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+        mov.b32 codes, {low, high};
+        prmt.b32 a, $5, $6, 0x0073; prmt.b32 b, $7, $8, 0x0073; prmt.b32 a, a, b, 0x5410;
+        lop3.b32 $0, codes, a, 0x80808080, 0xf8;
+        }""",
+        "=r,r,r,r,r,r,r,r,r",
+        [value, x],
+        dtype=tl.uint8,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def _divide(x, step):
+    """``x [R, SB, BLOCK] / step [R, SB]``, float32 to nearest even, for x >= 0 and step > 0.
+
+    Beyond 6, where codes saturate, the quotient may be any number that is. Division of every
+    element is slow; here each block has one, and its elements are corrected twice by their exact
+    remainder (Markstein), with both scaled such that nothing over- or underflows.
+    """
+    if INTERPRETED:  # has no fused multiply-add
+        return tl.div_rn(x, tl.broadcast_to(step[:, :, None], x.shape))
+    else:
+        up = _power_of_two(tl.minimum(254 - (step.to(tl.int32, bitcast=True) >> 23), 253))
+        step = step * up  # [1, 2) unless it was subnormal
+        inverse = tl.broadcast_to(tl.div_rn(1.0, step)[:, :, None], x.shape)
+        step = tl.broadcast_to(step[:, :, None], x.shape)
+        x = tl.minimum(x * up[:, :, None], 64.0)
+        quotient = x * inverse
+        quotient = tl.fma(tl.fma(-quotient, step, x), inverse, quotient)
+        return tl.fma(tl.fma(-quotient, step, x), inverse, quotient)
 
 
 @triton.jit
@@ -292,13 +349,14 @@ def _pack_nibbles(code, R: tl.constexpr, D_PAD: tl.constexpr):
 
 
 @triton.jit
-def encode(x, global_scale, SIDE: tl.constexpr):
+def encode(x, global_scale, SIDE: tl.constexpr, HARDWARE: tl.constexpr):
     """Codes and scale bytes of a tile of rows.
 
     Args:
         x: ``[R, side.pad]`` float32, from `to_float32`; zero in the padding columns.
         global_scale: float32 scalar, positive; read by nvfp4 only.
         SIDE: a `Side`.
+        HARDWARE: whether the GPU converts to E4M3; changes no bit.
 
     Returns:
         ``(data, scale)``: data ``[R, D_PAD]`` uint8 (mxfp8) or bfloat16 (bf16), or
@@ -321,9 +379,12 @@ def encode(x, global_scale, SIDE: tl.constexpr):
         if FMT == "mxfp8":
             # e + 127 with e the smallest integer such that amax <= 1.75 * 2**8 * 2**e.
             byte = ((tl.maximum(amax, _MXFP8_FLOOR_BITS) + 0x1FFFFF) >> 23) - 8
-            scaled = tl.abs(x) * _power_of_two(254 - byte)[:, :, None]
-            code = tl.where(finite, _round_codes(scaled, 3, 7, 0x7E), _E4M3_NAN)
-            code = code | ((bits >> 24) & 0x80)
+            factor = _power_of_two(254 - byte)[:, :, None]
+            if HARDWARE:
+                code = _hardware_e4m3(tl.where(finite, x * factor, float("nan")), x)
+            else:
+                code = _round_codes(tl.abs(x) * factor, 3, 7, 0x7E)
+                code = tl.where(finite, code, _E4M3_NAN) | ((bits >> 24) & 0x80)
             return tl.reshape(code, (R, D_PAD)).to(tl.uint8), byte.to(tl.uint8)
         else:
             tl.static_assert(FMT == "nvfp4" or FMT == "kvfp4")
@@ -341,8 +402,7 @@ def encode(x, global_scale, SIDE: tl.constexpr):
                 live = whole & (byte > 0)
                 step = _e4m3_value(byte.to(tl.uint8)) * global_scale
                 step = tl.where(live, step, 1.0)
-                step = tl.broadcast_to(step[:, :, None], (R, SB, BLOCK))
-                code = _round_codes(tl.div_rn(tl.abs(x), step), 1, 1, 7)
+                code = _round_e2m1_even(_divide(tl.abs(x), step))
                 byte = tl.where(whole, byte, _E4M3_NAN)
             code = code | tl.where(x < 0, 8, 0)
             code = tl.where(live[:, :, None], code, 0)

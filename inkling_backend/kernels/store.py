@@ -17,6 +17,13 @@ from inkling_backend.errors import InvalidTensorError
 from inkling_backend.formats import FORMATS, get_format
 from inkling_backend.formats.layout import CacheLayout, LayerCache
 from inkling_backend.formats.query import Query
+from inkling_backend.kernels.arch import (
+    FP8_CAPABILITY,
+    MIN_CAPABILITY,
+    Capability,
+    capability_of,
+    converts_to_fp8,
+)
 from inkling_backend.kernels.checks import (
     FLOAT_DTYPES,
     INDEX_DTYPES,
@@ -60,13 +67,14 @@ def _store_side(
     head,
     m_t,
     SIDE: tl.constexpr,
+    HARDWARE: tl.constexpr,
 ):
     """Quantize one head of K or V and write it into its slots."""
     slot = tl.load(slots_ptr + i_t, mask=m_t, other=0).to(tl.int64)  # [BLOCK_T]
     m_t = m_t & (slot > 0) & (slot < num_slots)
     x = _load_tile(x_ptr, i_t, head, stride_t, stride_h, m_t, SIDE.dim, SIDE.pad)
     global_scale = tl.load(global_ptr) if SIDE.fmt == "nvfp4" else 1.0
-    data, scale = encode(x, global_scale, SIDE)
+    data, scale = encode(x, global_scale, SIDE, HARDWARE)
     store_rows(data_ptr, scale_ptr, slot, head, m_t, data, scale, SIDE)
 
 
@@ -96,6 +104,7 @@ def store_kernel(
     V: tl.constexpr,
     Q: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    HARDWARE: tl.constexpr,
 ):
     """See the module. K, V: a `Side`. Q: that of a dense cache of query heads, or None."""
     i_t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)  # [BLOCK_T]
@@ -115,6 +124,7 @@ def store_kernel(
             i_h,
             m_t,
             K,
+            HARDWARE,
         )
     elif i_h < 2 * K.heads:
         _store_side(
@@ -130,17 +140,20 @@ def store_kernel(
             i_h - K.heads,
             m_t,
             V,
+            HARDWARE,
         )
     else:
         if Q is not None:
             head = i_h - 2 * K.heads
             x = _load_tile(q_ptr, i_t, head, q_stride_t, q_stride_h, m_t, Q.dim, Q.pad)
-            data, scale = encode(x, 1.0, Q)
+            data, scale = encode(x, 1.0, Q, HARDWARE)
             store_rows(q_data_ptr, q_scale_ptr, i_t, head, m_t, data, scale, Q)
 
 
 @lru_cache(maxsize=64)
-def _constants(layout: CacheLayout, num_q_heads: int, few_tokens: bool) -> dict[str, Any]:
+def _constants(
+    layout: CacheLayout, num_q_heads: int, few_tokens: bool, capability: Capability | None
+) -> dict[str, Any]:
     """Constexprs and launch options."""
     k = Side.of(layout, layout.k)
     # Dense rows are pages of one token: the slot is the token.
@@ -157,6 +170,7 @@ def _constants(layout: CacheLayout, num_q_heads: int, few_tokens: bool) -> dict[
         "K": k,
         "V": Side.of(layout, layout.v),
         "Q": q if num_q_heads else None,
+        "HARDWARE": capability is not None and converts_to_fp8(capability),
         **(_FEW_TOKENS if few_tokens else _MANY_TOKENS),
     }
 
@@ -208,7 +222,7 @@ def store(
     if num_tokens == 0:
         return query
 
-    constants = _constants(layout, num_q_heads, num_tokens <= _FEW)
+    constants = _constants(layout, num_q_heads, num_tokens <= _FEW, capability_of(device))
     quantized = query if num_q_heads and query is not None else Query(k)
     source = q if num_q_heads and q is not None else k
     grid = (triton.cdiv(num_tokens, constants["BLOCK_T"]), 2 * heads + num_q_heads)
@@ -266,17 +280,22 @@ def _query_buffers(q: torch.Tensor, q_out: Query | None) -> Query:
 def compile_cases() -> list[CompileCase]:
     """Every recipe and a mixed pair: few tokens at a padded head dim, many at the largest."""
     pairs = [(name, name) for name in FORMATS] + [("mxfp8", "nvfp4")]
+    shapes = (
+        (96, True, MIN_CAPABILITY),
+        (256, False, MIN_CAPABILITY),
+        (128, False, FP8_CAPABILITY),
+    )
     return [
-        _compile_case(CacheLayout(get_format(k), get_format(v), 8, head_dim, head_dim), few)
+        _compile_case(CacheLayout(get_format(k), get_format(v), 8, head_dim, head_dim), few, oldest)
         for k, v in pairs
-        for head_dim, few in ((96, True), (256, False))
+        for head_dim, few, oldest in shapes
     ]
 
 
-def _compile_case(layout: CacheLayout, few_tokens: bool) -> CompileCase:
+def _compile_case(layout: CacheLayout, few_tokens: bool, oldest: Capability) -> CompileCase:
     names = layout.k.format.name, layout.v.format.name
     quantize_q = names[0] == QUERY_FORMAT.name
-    constants = _constants(layout, 32 if quantize_q else 0, few_tokens)
+    constants = _constants(layout, 32 if quantize_q else 0, few_tokens, oldest)
     options = {name: constants[name] for name in constants if name != "num_warps"}
     signature = {f"{x}_ptr": "*bf16" for x in ("k", "v", "q")} | {"slots_ptr": "*i64"}
     for x, side in (("k", layout.k), ("v", layout.v)):
@@ -297,4 +316,5 @@ def _compile_case(layout: CacheLayout, few_tokens: bool) -> CompileCase:
         signature=signature,
         constexprs=options,
         num_warps=constants["num_warps"],
+        capability=oldest,
     )
