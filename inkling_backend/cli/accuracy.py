@@ -7,14 +7,10 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from inkling_backend.bench import look
 from inkling_backend.bench.extra import missing
 from inkling_backend.bench.results import Results, versions
-from inkling_backend.errors import InklingError
-
-_COMMAND = "inkling-backend accuracy"
-_INTERRUPTED = 130
 
 
 def accuracy(
@@ -62,25 +58,23 @@ def accuracy(
         work = Work(work.chunk, work.chunks, ())
     console, interrupted = Console(), False
     results = Results(versions(("torch", "transformers")), json)
-    columns = (TextColumn("accuracy"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
-        chosen = [known.parse(name) for name in setting or default]
-        subject = subjects.load(model, device)
-        words = subjects.read_text(text)
-        with Progress(*columns, console=console) as progress:
-            task = progress.add_task("accuracy", total=work.passes(chosen))
-            for row in measure(subject, words, chosen, work, lambda: progress.advance(task)):
-                results.add(row)
-                console.print(table.line(row), highlight=False)
-    except InklingError as error:
-        typer.echo(f"{_COMMAND}: {error}", err=True)
-        raise typer.Exit(1) from None
+        with look.one_line("accuracy"):
+            chosen = [known.parse(name) for name in setting or default]
+            subject = subjects.load(model, device)
+            words = subjects.read_text(text)
+            with look.progress(console) as progress:
+                task = progress.add_task("accuracy", total=work.passes(chosen))
+                for row in measure(subject, words, chosen, work, lambda: progress.advance(task)):
+                    results.add(row)
+                    console.print(table.line(row), highlight=False)
     except KeyboardInterrupt:
         interrupted = True
+        console.print("interrupted: what is done follows")
     console.print(table.results_table(results.rows))
     if json is not None and results.rows:
         console.print(f"results in {json}")
     if plot is not None and any(row["kl"] for row in results.rows):
         for path in draw(results.rows, plot):
             console.print(f"picture in {path}")
-    raise typer.Exit(_INTERRUPTED if interrupted else 0)
+    raise typer.Exit(look.INTERRUPTED if interrupted else 0)

@@ -84,4 +84,4 @@ def test_a_missing_library_names_its_extra() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 1
-    assert "accuracy needs transformers: pip install 'inkling-backend[accuracy]'" in done.stderr
+    assert "accuracy needs transformers: pip install 'inkling-backend[bench]'" in done.stderr
