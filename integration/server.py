@@ -90,6 +90,13 @@ class Server:
                 if text and text != "[DONE]":
                     yield json.loads(text)["choices"][0]["delta"].get("content") or ""
 
+    def metrics(self) -> dict[str, float]:
+        """The samples of ``/metrics``: name with labels, as printed there -> value."""
+        with urllib.request.urlopen(self.url + "/metrics", timeout=ANSWER_SECONDS) as response:
+            lines = response.read().decode().splitlines()
+        samples = (line.rpartition(" ") for line in lines if line and not line.startswith("#"))
+        return {name: float(value) for name, _, value in samples}
+
     def _post(self, path: str, body: Mapping[str, object]) -> Any:
         request = urllib.request.Request(
             self.url + path,
