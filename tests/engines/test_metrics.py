@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-prometheus = pytest.importorskip("prometheus_client", reason="comes with the engine")
-
 from inkling_backend.engines.sglang import metrics, versions
+
+prometheus = pytest.importorskip("prometheus_client", reason="comes with the engine")
 
 FACTS = metrics.CacheFacts("nvfp4", "bfloat16", "triton", 36864, 1280, 1408 * 36864, 77)
 
