@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from inkling_backend.errors import InklingError
 
@@ -27,6 +29,15 @@ def progress(console: Console) -> Progress:
         TimeElapsedColumn(),
     )
     return Progress(*columns, console=console)
+
+
+def table(first: str, *numbers: str) -> Table:
+    """The table of every command: names, which may wrap but lose nothing, and numbers beside."""
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    made.add_column(first, overflow="fold")
+    for name in numbers:
+        made.add_column(name, justify="right", no_wrap=True)
+    return made
 
 
 @contextmanager

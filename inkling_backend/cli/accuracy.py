@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from inkling_backend.bench import look
 from inkling_backend.bench.extra import missing
-from inkling_backend.bench.results import Results, versions
+from inkling_backend.bench.results import Results, Row, versions
 
 
 def accuracy(
@@ -44,7 +46,6 @@ def accuracy(
     try:
         from inkling_backend.accuracy import settings as known
         from inkling_backend.accuracy import subject as subjects
-        from inkling_backend.accuracy import table
         from inkling_backend.accuracy.measure import Work, measure
 
         if plot is not None:
@@ -67,14 +68,36 @@ def accuracy(
                 task = progress.add_task("accuracy", total=work.passes(chosen))
                 for row in measure(subject, words, chosen, work, lambda: progress.advance(task)):
                     results.add(row)
-                    console.print(table.line(row), highlight=False)
+                    console.print(_line(row), highlight=False)
     except KeyboardInterrupt:
         interrupted = True
         console.print("interrupted: what is done follows")
-    console.print(table.results_table(results.rows))
+    console.print(results_table(results.rows))
     if json is not None and results.rows:
         console.print(f"results in {json}")
     if plot is not None and any(row["kl"] for row in results.rows):
         for path in draw(results.rows, plot):
             console.print(f"picture in {path}")
     raise typer.Exit(look.INTERRUPTED if interrupted else 0)
+
+
+def _line(row: Row) -> str:
+    """One row in one line, for progress."""
+    return f"{row['setting']}: KL {row['kl']:.5f}, perplexity {row['perplexity']:.3f}"
+
+
+def results_table(rows: Sequence[Row]) -> Table:
+    """Distance from the BF16 cache, needles found and error of the attention output."""
+    heads = ("bits", "KL", "perplexity", "top-1", "needles", "attention\nerror")
+    table = look.table("setting", *heads)
+    for row in rows:
+        table.add_row(
+            row["setting"].replace("+", " +"),
+            f"{row['bits']:g}",
+            f"{row['kl']:.5f}",
+            f"{row['perplexity']:.3f}",
+            f"{row['top1']:.3f}",
+            f"{row['needle']['score']:.2f}" if "needle" in row else "",
+            f"{row['attention_error']['mean']:.4f}",
+        )
+    return table

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from rich.bar import Bar
 from rich.console import Console, Group
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -25,6 +26,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
 )
 app.add_typer(bench, name="bench")
 app.command()(accuracy)
@@ -81,7 +83,9 @@ def doctor(
 
 
 def _doctor_table(checks: list[doctors.Check]) -> Table:
-    table = Table("", "check", "found", "next step")
+    table = look.table("")
+    for name in ("check", "found", "next step"):
+        table.add_column(name, overflow="fold", no_wrap=name == "check")
     for check in checks:
         mark = "[green]yes[/]" if check.ok else "[red]no[/]" if check.needed else "-"
         table.add_row(mark, check.name, Text(check.found), Text(check.next_step))
@@ -150,10 +154,8 @@ def plan(
 
 
 def _plan_table(result: planner.Plan) -> Table:
-    table = Table()
-    table.add_column("recipe", no_wrap=True)
-    for name in ("bits", "bytes per token", "tokens", "requests", "of BF16", "of FP8"):
-        table.add_column(name, justify="right")
+    heads = ("bits", "bytes per\ntoken", "tokens", "requests", "of BF16", "of FP8")
+    table = look.table("recipe", *heads)
     bf16, fp8 = result.row("bf16").tokens, result.row(planner.FP8).tokens
     for row in result.rows:
         cells = ["does not fit", "", "", "", ""]
@@ -169,12 +171,12 @@ def _plan_table(result: planner.Plan) -> Table:
     return table
 
 
-def _plan_chart(result: planner.Plan) -> Table:
+def _plan_chart(result: planner.Plan) -> Padding:
     """A bar for each recipe, as long as its tokens."""
     most = max(row.tokens for row in result.rows) or 1
     chart = Table.grid("name", "bar", "tokens", padding=(0, 1), expand=True)
     chart.columns[1].ratio = 1
     chart.columns[2].justify = "right"
     for row in result.rows:
-        chart.add_row(row.recipe, Bar(most, 0, row.tokens), f"{row.tokens:,}")
-    return chart
+        chart.add_row(row.recipe, Bar(most, 0, row.tokens, color="cyan"), f"{row.tokens:,}")
+    return Padding(chart, (0, 1))
