@@ -55,7 +55,10 @@ def test_the_tour_measures_four_operations(
 ) -> None:
     monkeypatch.setattr(module, "_HEADS", module.Heads(4, 2, 32, 32))
     monkeypatch.setattr(peers, "PEERS", ())
-    monkeypatch.setattr(peers, "LIBRARIES", ())
+    built: list[set[str]] = []
+    monkeypatch.setattr(
+        peers.Peers, "warm_up", lambda self, cases: built.append({case.op for case in cases})
+    )
     small = {"decode": ("2x40",), "verify": ("2x40",), "extend": ("1x40",), "store": ("9",)}
     monkeypatch.setattr(module.shapes, "QUICK_SHAPES", small)
     path = tmp_path / "out.json"
@@ -65,6 +68,8 @@ def test_the_tour_measures_four_operations(
     assert [row["op"] for row in rows[::3]] == list(small)
     assert [row["format"] for row in rows[:3]] == list(module.shapes.QUICK_RECIPES)
     assert rows[3]["new_tokens"] == 4
+    # What peers compile is begun for all operations at once.
+    assert built[0] == set(small)
 
 
 @pytest.mark.parametrize(
