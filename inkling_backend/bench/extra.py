@@ -15,9 +15,10 @@ def missing(error: ModuleNotFoundError, what: str) -> str:
     Raises:
         ModuleNotFoundError: the given one, if its module is none of theirs.
     """
-    if error.name not in LIBRARIES:
+    name = (error.name or "").partition(".")[0]
+    if name not in LIBRARIES:
         raise error
-    return f"inkling-backend: {what} needs {error.name}: pip install 'inkling-backend[{EXTRA}]'"
+    return f"inkling-backend: {what} needs {name}: pip install 'inkling-backend[{EXTRA}]'"
 
 
 def start(load: Callable[[], Callable[[], None]]) -> None:

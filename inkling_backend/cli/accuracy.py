@@ -44,6 +44,8 @@ def accuracy(
     Example: inkling-backend accuracy --model ./SmolLM2-135M --json accuracy.json --plot pictures
     """
     try:
+        from transformers.utils.logging import disable_progress_bar
+
         from inkling_backend.accuracy import settings as known
         from inkling_backend.accuracy import subject as subjects
         from inkling_backend.accuracy.measure import Work, measure
@@ -62,7 +64,9 @@ def accuracy(
     try:
         with look.one_line("accuracy"):
             chosen = [known.parse(name) for name in setting or default]
-            subject = subjects.load(model, device)
+            disable_progress_bar()
+            with console.status("reading the model"):
+                subject = subjects.load(model, device)
             words = subjects.read_text(text)
             with look.progress(console) as progress:
                 task = progress.add_task("accuracy", total=work.passes(chosen))

@@ -139,7 +139,9 @@ def _kernels() -> Iterator[Check]:
 
 def _environment() -> Iterator[Check]:
     try:
-        yield Check("INKLING_KERNELS", True, True, env.kernels())
+        chosen = env.kernels()
+        step = "plain torch: serve with --disable-cuda-graph" if chosen == "reference" else ""
+        yield Check("INKLING_KERNELS", True, True, chosen, step)
     except InklingError as error:
         yield Check("INKLING_KERNELS", False, True, str(error), "unset it")
 

@@ -154,6 +154,9 @@ def test_a_wrong_environment_variable(
 ) -> None:
     monkeypatch.setenv("INKLING_KERNELS", "cuda")
     assert faults() == {"INKLING_KERNELS": "unset it"}
+    monkeypatch.setenv("INKLING_KERNELS", "reference")
+    assert faults() == {}
+    assert "--disable-cuda-graph" in run()[1]
 
 
 def stand_in(folder: Path, program: str, monkeypatch: pytest.MonkeyPatch) -> None:
