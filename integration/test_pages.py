@@ -78,3 +78,26 @@ def test_the_newest_file_of_a_kind_counts(tmp_path: Path) -> None:
     write("decode.json", "2026-12-02T09:00:00")
     with pytest.raises(ValueError, match=r"decode\.json: expected a name like"):
         results.newest(tmp_path)
+
+
+def test_other_kinds_of_results_become_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file without peers, and one of several operations."""
+    content = json.loads(results.newest()["decode"].read_text())
+    for row in content["rows"]:
+        del row["peers"]
+    other = [{**content["rows"][0], "op": op, "new_tokens": 4} for op in ("verify", "store")]
+    files = {"decode": content, "quick": {**content, "rows": [*content["rows"], *other]}}
+    paths = {}
+    for kind, each in files.items():
+        paths[kind] = tmp_path / f"2026-12-01-h200-{kind}.json"
+        paths[kind].write_text(json.dumps(each))
+    assert results.newest(tmp_path) == paths
+    monkeypatch.setattr(results, "newest", lambda: paths)
+    page = tables.benchmarks()
+    assert "## quick" in page
+    assert "| store mxfp8 64x8k 4 new |" in page
+    assert page.count("](pictures/") == len(list((SPEED / "pictures").glob("decode-*.svg")))
+    assert "no other BF16 attention" in tables.speeds()
+    assert "| `mxfp8` (default) | 8.25 | 2112 | 1.94x | - |" in tables.recipes()

@@ -50,8 +50,7 @@ def draw(root: Path) -> list[Path]:
     def inside(folder: Path) -> Path:
         return root / folder.relative_to(results.ROOT)
 
-    # The variants of a command would draw over its own pictures.
-    newest = [read(path) for kind, path in results.newest().items() if "-" not in kind]
+    newest = [read(path) for kind, path in results.newest().items() if kind in results.DRAWN]
     return [
         *diagrams.draw(inside(PICTURES)),
         *(made for each in newest for made in plot_speed([each], inside(SPEED / "pictures"))),

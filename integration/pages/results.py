@@ -18,9 +18,11 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "integration" / "benchmarks" / "results"
 REPORTS = ROOT / "integration" / "reports"
 ACCURACY = ROOT / "integration" / "accuracy" / "results" / "smollm2.json"
-_COMMANDS = "decode|verify|extend|store|engine"
+# Kinds of one operation as it is by default: these have pictures.
+DRAWN = ("decode", "verify", "extend", "store", "engine")
 _NAME = re.compile(
-    rf"\d{{4}}-\d{{2}}-\d{{2}}-.+?-(?P<kind>(?:{_COMMANDS})(?:-[a-z]+)*)(?:-\d+)?\.json"
+    rf"\d{{4}}-\d{{2}}-\d{{2}}-.+?-(?P<kind>(?:{'|'.join(DRAWN)}|quick)(?:-[a-z]+)*)(?:-\d+)?"
+    r"\.json"
 )
 
 # Setting of `inkling-backend accuracy` that simulates a recipe, where it is not called like it.

@@ -90,10 +90,12 @@ def _quantized(content: dict[str, Any]) -> list[tuple[float, str, str]]:
 def speeds() -> str:
     """Where decode is fastest and slowest, and where it does not pay."""
     content = read(results.newest()["decode"])
-    rows = _quantized(content)
+    rows, gpu = _quantized(content), content["host"]["gpu"]
+    if not rows:
+        return f"Decode on an {gpu}: no other BF16 attention was measured beside it."
     (low, slow, slow_at), (high, fast, fast_at) = rows[0], rows[-1]
     text = (
-        f"Decode on an {content['host']['gpu']}, batch x context, against {_peers(content)} in the "
+        f"Decode on an {gpu}, batch x context, against {_peers(content)} in the "
         f"same process: from {high:.2f}x (`{fast}`, {fast_at}) to {low:.2f}x (`{slow}`, {slow_at})."
     )
     # Shapes keep the order of the file.
@@ -161,9 +163,10 @@ def benchmarks() -> str:
 
 
 def _pictures(kind: str, content: dict[str, Any]) -> list[str]:
+    if kind not in results.DRAWN:
+        return []
     folder = results.RESULTS.parent / "pictures"
-    names = sorted(path.name for path in folder.glob(f"{content['rows'][0]['op']}-*.svg"))
-    return [] if "-" in kind else names
+    return sorted(path.name for path in folder.glob(f"{content['rows'][0]['op']}-*.svg"))
 
 
 def _result(row: Row) -> tuple[str, ...]:
@@ -190,7 +193,7 @@ def _peers(content: dict[str, Any]) -> str:
         if known:
             best.add(min(known, key=lambda name: known[name]))
     names = [_LIBRARIES[name] for name in BF16_PEERS if name in best]
-    return f"{' or '.join(names)} in BF16"
+    return f"{' or '.join(names) or 'a peer'} in BF16"
 
 
 def _host(content: dict[str, Any]) -> str:
