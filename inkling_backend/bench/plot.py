@@ -79,7 +79,7 @@ def _lines(axis: Axes, rows: list[Row], x: str, fixed: str) -> None:
         line = sorted((at, us) for (group, at), us in peers.items() if group == value and us)
         if line:
             axis.plot(*zip(*line, strict=True), "s--", color=_PEER, markersize=3, linewidth=1)
-    for value in {row[fixed] for row in rows}:
+    for value in sorted({row[fixed] for row in rows}):
         # One label for all recipes: above the slowest at the line's end.
         last = max((row for row in rows if row[fixed] == value), key=lambda r: (r[x], r["us"]))
         axis.annotate(
