@@ -24,10 +24,15 @@ class ReferencePath:
         self._max_context = max_context
 
     def plan_decode(
-        self, slot_table: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, batch: int
+        self,
+        slot_table: torch.Tensor,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        batch: int,
+        q_len: int,
     ) -> DecodePlan:
         page_table, seq_lens = self._tables(slot_table, rows[:batch], seq_lens[:batch])
-        return DecodePlan(batch, page_table, seq_lens, None)
+        return DecodePlan(batch, q_len, page_table, seq_lens, None)
 
     def plan_extend(
         self,
@@ -63,7 +68,7 @@ class ReferencePath:
         if isinstance(plan, ExtendPlan):
             qo_indptr = plan.qo_indptr
         else:
-            qo_indptr = torch.arange(plan.batch + 1, device=out.device)
+            qo_indptr = torch.arange(plan.batch + 1, device=out.device) * plan.q_len
         attend(query, cache, plan.page_table, plan.seq_lens, qo_indptr, layer=layer, out=out)
 
     def _tables(

@@ -22,6 +22,7 @@ from inkling_backend.formats import Query
 from inkling_backend.formats.layer_attention import LayerAttention
 from inkling_backend.formats.layout import LayerCache
 from inkling_backend.kernels.arch import capability_of
+from inkling_backend.kernels.configs import MAX_GROUP
 
 
 class _Path(Protocol):
@@ -34,7 +35,12 @@ class _Path(Protocol):
     def workspace_bytes(self) -> int: ...
 
     def plan_decode(
-        self, slot_table: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, batch: int
+        self,
+        slot_table: torch.Tensor,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        batch: int,
+        q_len: int,
     ) -> DecodePlan: ...
 
     def plan_extend(
@@ -74,6 +80,7 @@ class AttentionRunner:
         spec: the model's attention.
         max_batch: most requests of a batch.
         max_context: most tokens of a request; longer ones are cut to it rather than overrun memory.
+        max_q_len: query tokens that a decode plan may have for each request, beside one.
         implementation: ``"triton"`` or ``"reference"``, chosen at construction.
     """
 
@@ -85,6 +92,7 @@ class AttentionRunner:
         max_context: int,
         max_tokens: int,
         device: torch.device | str,
+        max_q_len: int = 1,
     ) -> None:
         """Allocates every buffer that `plan_decode`, `plan_extend` and `run` will need.
 
@@ -96,17 +104,23 @@ class AttentionRunner:
         """
         self.device = torch.device(device)
         reasons = requirements(spec, capability_of(self.device))
+        if not 1 <= max_q_len <= MAX_GROUP // max(1, spec.group):
+            reasons.append(
+                f"{max_q_len} query tokens of {spec.group} heads a KV head are asked of decode: "
+                f"at least 1 and at most {MAX_GROUP} rows together are supported"
+            )
         if reasons:
             raise UnsupportedError("this model", reasons)
         self.spec = spec
         self.max_batch = max_batch
         self.max_context = min(max_context, max_tokens)
+        self.max_q_len = max_q_len
         self.implementation = env.implementation(self.device.type)
         self._path: _Path
         if self.implementation == "triton":
             from inkling_backend.attention.triton_path import TritonPath
 
-            self._path = TritonPath(spec, max_batch, self.max_context, self.device)
+            self._path = TritonPath(spec, max_batch, self.max_context, max_q_len, self.device)
         else:
             self._path = ReferencePath(spec, self.max_context)
 
@@ -121,9 +135,14 @@ class AttentionRunner:
         return self._path.workspace_bytes
 
     def plan_decode(
-        self, slot_table: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, batch: int
+        self,
+        slot_table: torch.Tensor,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        batch: int,
+        q_len: int = 1,
     ) -> DecodePlan:
-        """Plans one new token for each of ``batch`` requests.
+        """Plans ``q_len`` new tokens for each of ``batch`` requests, causal among themselves.
 
         The plan's tensors are this runner's own, at the same addresses every time; the next
         `plan_decode` overwrites them. `plan_extend` does not.
@@ -131,11 +150,15 @@ class AttentionRunner:
         Args:
             slot_table: ``[rows, >= max_context]`` int32, position -> slot; whole pages per request.
             rows: ``[>= batch]`` int32 or int64, each request's row of ``slot_table``.
-            seq_lens: ``[>= batch]`` int32 or int64, the new token included; 0 for padding.
+            seq_lens: ``[>= batch]`` int32 or int64, new tokens included; 0 for padding, otherwise
+                at least ``q_len``.
             batch: requests.
+            q_len: 1 or ``max_q_len``.
         """
         self._check_batch(slot_table, rows, seq_lens, batch)
-        return self._path.plan_decode(slot_table, rows, seq_lens, batch)
+        if q_len not in (1, self.max_q_len):
+            raise InvalidTensorError("q_len", "one of", (1, self.max_q_len), q_len)
+        return self._path.plan_decode(slot_table, rows, seq_lens, batch, q_len)
 
     def plan_extend(
         self,
@@ -209,7 +232,7 @@ class AttentionRunner:
 
         Args:
             plan: the batch; `store` has put its new tokens into ``cache``.
-            query: ``[T, query heads, Dk]``; T is ``plan.batch`` for decode, and for extend at least
+            query: ``[T, query heads, Dk]``; T is ``batch * q_len`` for decode, for extend at least
                 ``qo_indptr[-1]``. Rows from there on are padding and their ``out`` is not written.
             out: ``[T, query heads, Dv]`` or ``[T, query heads * Dv]``, contiguous, model's dtype.
             layer: scale, window, soft-cap, causality and sinks of the layer.
@@ -225,6 +248,8 @@ class AttentionRunner:
             got = f"{out.dtype}, strides {out.stride()}"
             raise InvalidTensorError("out", "contiguous", self.spec.dtype, got)
         layer.check_sinks(heads)
+        if not layer.causal and getattr(plan, "q_len", 1) > 1:
+            raise InvalidTensorError("layer", "causal", True, False)
         if rows and plan.batch and getattr(plan, "max_q_len", 1):
             self._path.run(plan, query, cache, out.view(rows, heads, head_dim), layer)
         return out
@@ -232,7 +257,7 @@ class AttentionRunner:
     def _check_query(self, plan: DecodePlan | ExtendPlan, query: Query) -> int:
         """Rows of the query."""
         data, scale = query
-        rows = data.shape[0] if isinstance(plan, ExtendPlan) else plan.batch
+        rows = data.shape[0] if isinstance(plan, ExtendPlan) else plan.batch * plan.q_len
         shape = (rows, self.spec.num_q_heads, self.spec.layout.k_head_dim)
         if tuple(data.shape) != shape or not data.is_contiguous():
             got = f"{tuple(data.shape)} with strides {data.stride()}"

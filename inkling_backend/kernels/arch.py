@@ -9,7 +9,8 @@ Capability = tuple[int, int]
 MIN_CAPABILITY: Capability = (8, 0)
 # The oldest with conversions to and from E4M3.
 FP8_CAPABILITY: Capability = (8, 9)
-# The oldest with a tensor memory accelerator, which loads whole tiles asynchronously.
+# The oldest with a tensor memory accelerator, which loads whole tiles asynchronously, and with
+# programmatic dependent launch.
 ASYNC_TILES_CAPABILITY: Capability = (9, 0)
 
 _KIB = 1024
@@ -49,6 +50,11 @@ def converts_to_fp8(capability: Capability) -> bool:
 
 def loads_tiles(capability: Capability) -> bool:
     """Whether such a GPU has a tensor memory accelerator."""
+    return capability >= ASYNC_TILES_CAPABILITY
+
+
+def places_early(capability: Capability) -> bool:
+    """Whether such a GPU places a kernel while the one before it still runs, if asked to."""
     return capability >= ASYNC_TILES_CAPABILITY
 
 

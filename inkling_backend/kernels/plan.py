@@ -23,15 +23,28 @@ from inkling_backend.kernels.configs import SplitRule
 class WorkList(NamedTuple):
     """What decode has to do, on the device; all int32.
 
-    indptr: ``[max_batch + 1]``, first work item of each request; the last one counts all items.
-    chunked: ``[1]``, whether work items are chunks; otherwise they are splits.
-    records: ``[items, 4]``, of each work item (request, first token, end, whether it is all of the
-        request).
+    A part is what leaves one partial result: a split, or a chunk where ``sizes`` says so. A work
+    item is some parts of one request, one after the other.
+
+    indptr: ``[max_batch + 1]``, first part of each request; the last one counts all parts.
+    sizes: ``[3]``: work items, tokens of a part, tokens of a split. Parts are chunks where the two
+        differ; both are 0 where the splits of each request have a length of their own.
+    records: ``[items, 4]``, of each work item (request, first token, end, its first part). The last
+        is ``~part`` (below 0) where the part is all of the request.
     """
 
     indptr: torch.Tensor
-    chunked: torch.Tensor
+    sizes: torch.Tensor
     records: torch.Tensor
+
+    @classmethod
+    def empty(cls, parts: int, max_batch: int, device: torch.device) -> WorkList:
+        """Buffers for so many parts."""
+
+        def ints(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        return cls(ints(max_batch + 1), ints(3), ints(parts, 4))
 
 
 @triton.jit
@@ -44,10 +57,12 @@ def split_tokens(length, RULE: tl.constexpr):
 
 @triton.jit
 def load_record(work_ptr, item):
-    """(request, first token, end, whether that is all of the request) of a work item."""
+    """(request, first token, end, first part, whether that is all of the request)."""
     p_record = work_ptr + 4 * item
-    whole = tl.load(p_record + 3) != 0
-    return tl.load(p_record), tl.load(p_record + 1), tl.load(p_record + 2), whole
+    part = tl.load(p_record + 3)
+    whole = part < 0
+    part = tl.where(whole, ~part, part)
+    return tl.load(p_record), tl.load(p_record + 1), tl.load(p_record + 2), part, whole
 
 
 @triton.jit
@@ -58,23 +73,55 @@ def _load_length(seq_lens_ptr, index, mask, MAX_CONTEXT: tl.constexpr):
 
 
 @triton.jit
-def _count(seq_lens_ptr, batch, request, shift, RULE: tl.constexpr, MAX_CONTEXT: tl.constexpr):
-    """Splits in front of a request, splits of all, chunks in front, chunks of all."""
+def _count(
+    seq_lens_ptr, batch, request, tokens, shift, RULE: tl.constexpr, MAX_CONTEXT: tl.constexpr
+):
+    """Pieces of so many tokens in front of a request, and of all; None: its splits, shifted."""
     BLOCK: tl.constexpr = 1024
     before = tl.zeros([BLOCK], dtype=tl.int32)
-    chunks_before = tl.zeros([BLOCK], dtype=tl.int32)
-    splits = tl.zeros([BLOCK], dtype=tl.int32)
-    chunks = tl.zeros([BLOCK], dtype=tl.int32)
+    every = tl.zeros([BLOCK], dtype=tl.int32)
     for begin in range(0, batch, BLOCK):
         i_other = begin + tl.arange(0, BLOCK)
         length = _load_length(seq_lens_ptr, i_other, i_other < batch, MAX_CONTEXT)
-        own_splits = tl.cdiv(length, split_tokens(length, RULE) << shift)
-        own_chunks = tl.cdiv(length, RULE.step)
-        before += tl.where(i_other < request, own_splits, 0)
-        chunks_before += tl.where(i_other < request, own_chunks, 0)
-        splits += own_splits
-        chunks += own_chunks
-    return tl.sum(before, 0), tl.sum(splits, 0), tl.sum(chunks_before, 0), tl.sum(chunks, 0)
+        size = tokens
+        if tokens is None:
+            size = split_tokens(length, RULE) << shift
+        pieces = tl.cdiv(length, size)
+        before += tl.where(i_other < request, pieces, 0)
+        every += pieces
+    return tl.sum(before, 0), tl.sum(every, 0)
+
+
+@triton.jit
+def _choose(seq_lens_ptr, batch, shift, RULE: tl.constexpr, MAX_CONTEXT: tl.constexpr):
+    """(tokens of a part, tokens of a work item) by which a batch takes the least time, about.
+
+    Programs take rounds of one work item each; an item costs its tokens and some more to begin and
+    end. Changes no bit of the result (`SplitRule`).
+    """
+    ITEM_COST: tl.constexpr = 48  # tokens that an H200 reads in the 3 us of an item's begin and end
+    split = RULE.min_tokens << shift
+    best_part = split
+    best_item = split
+    least = tl.full([], 1 << 62, tl.int64)
+    _, chunks = _count(seq_lens_ptr, batch, 0, RULE.step, shift, RULE, MAX_CONTEXT)
+    for chunked in tl.static_range(2):
+        part = split
+        if chunked:
+            part = RULE.step
+        for power in tl.static_range(4):
+            item = part << power
+            _, items = _count(seq_lens_ptr, batch, 0, item, shift, RULE, MAX_CONTEXT)
+            rounds = tl.cdiv(items * RULE.heads, RULE.programs)
+            # Partial results of chunks are written and read: a sixteenth more bytes.
+            cost = rounds.to(tl.int64) * (item + ITEM_COST + chunked * (item // 16))
+            better = cost < least
+            if chunked:
+                better = better & (chunks <= RULE.most_chunks) & (item <= split)
+            least = tl.where(better, cost, least)
+            best_part = tl.where(better, part, best_part)
+            best_item = tl.where(better, item, best_item)
+    return best_part, best_item
 
 
 @triton.jit(do_not_specialize=["batch", "slot_stride"])
@@ -87,7 +134,7 @@ def _plan_kernel(
     seq_lens_out_ptr,
     qo_indptr_out_ptr,
     work_indptr_ptr,
-    chunked_ptr,
+    sizes_ptr,
     work_ptr,
     batch,
     slot_stride,
@@ -115,31 +162,41 @@ def _plan_kernel(
     last = request == batch - 1
     if RULE is not None:
         shift = 0
-        first, splits, first_chunk, chunks = _count(
-            seq_lens_ptr, batch, request, shift, RULE, MAX_CONTEXT
-        )
-        while splits > RULE.most_items:
+        first, parts = _count(seq_lens_ptr, batch, request, None, shift, RULE, MAX_CONTEXT)
+        while parts > RULE.most_parts:
             shift += 1
-            first, splits, first_chunk, chunks = _count(
-                seq_lens_ptr, batch, request, shift, RULE, MAX_CONTEXT
+            first, parts = _count(seq_lens_ptr, batch, request, None, shift, RULE, MAX_CONTEXT)
+        split = split_tokens(length, RULE) << shift
+        part_tokens = split
+        item_tokens = split
+        first_item = first
+        items = parts
+        if RULE.programs > 0:
+            part_tokens, item_tokens = _choose(seq_lens_ptr, batch, shift, RULE, MAX_CONTEXT)
+            first, parts = _count(
+                seq_lens_ptr, batch, request, part_tokens, shift, RULE, MAX_CONTEXT
             )
-        chunked = chunks <= RULE.most_chunks
-        tokens = tl.where(chunked, RULE.step, split_tokens(length, RULE) << shift)
-        first = tl.where(chunked, first_chunk, first)
-        items = tl.cdiv(length, tokens)
+            first_item, items = _count(
+                seq_lens_ptr, batch, request, item_tokens, shift, RULE, MAX_CONTEXT
+            )
+        own_parts = tl.cdiv(length, part_tokens)
         tl.store(work_indptr_ptr + request, first)
-        tl.store(work_indptr_ptr + batch, first + items, mask=last)
-        tl.store(chunked_ptr, chunked.to(tl.int32), mask=last)
-        for begin in range(0, items, BLOCK):
+        tl.store(work_indptr_ptr + batch, parts, mask=last)
+        tl.store(sizes_ptr, items, mask=last)
+        tl.store(sizes_ptr + 1, part_tokens if RULE.programs > 0 else 0, mask=last)
+        tl.store(sizes_ptr + 2, split if RULE.programs > 0 else 0, mask=last)
+        own_items = tl.cdiv(length, item_tokens)
+        for begin in range(0, own_items, BLOCK):
             i_item = begin + lane
-            m_item = i_item < items
-            start = i_item * tokens
-            p_work = work_ptr + (first + i_item) * 4
-            none = tl.zeros([BLOCK], tl.int32)
-            tl.store(p_work, none + request, mask=m_item)
+            m_item = i_item < own_items
+            start = i_item * item_tokens
+            part = first + i_item * (item_tokens // part_tokens)
+            part = tl.where(own_parts == 1, ~part, part)
+            p_work = work_ptr + (first_item + i_item) * 4
+            tl.store(p_work, tl.zeros([BLOCK], tl.int32) + request, mask=m_item)
             tl.store(p_work + 1, start, mask=m_item)
-            tl.store(p_work + 2, tl.minimum(start + tokens, length), mask=m_item)
-            tl.store(p_work + 3, none + (items == 1).to(tl.int32), mask=m_item)
+            tl.store(p_work + 2, tl.minimum(start + item_tokens, length), mask=m_item)
+            tl.store(p_work + 3, part, mask=m_item)
     else:
         start = tl.load(qo_indptr_ptr + request).to(tl.int32)
         end = tl.load(qo_indptr_ptr + request + 1).to(tl.int32)
@@ -192,6 +249,7 @@ def plan_decode(
     """Fills the decode buffers for the first ``batch`` rows (module docstring); one launch."""
     if batch == 0:
         work.indptr[:1].zero_()
+        work.sizes.zero_()
         return
     outputs = (page_table, seq_lens_out, seq_lens_out, *work)
     _launch(
@@ -239,10 +297,10 @@ def plan_extend(
 
 def compile_cases() -> Iterator[CompileCase]:
     """What launches of this module compile to."""
-    rule = SplitRule(1024, 1024, 1, 256, 4096, 128)
+    rule = SplitRule(1024, 1024, 1, 128, 4096, 512, 8, 1056)
     for decode, page, index in ((True, 128, "i64"), (False, 64, "i64"), (True, 32, "i32")):
         names = ("slot_table", "qo_indptr", "page_table", "seq_lens_out", "qo_indptr_out")
-        work = ("work_indptr", "chunked", "work")
+        work = ("work_indptr", "sizes", "work")
         signature = {f"{name}_ptr": "*i32" for name in (*names, *work)}
         signature |= {"rows_ptr": f"*{index}", "seq_lens_ptr": f"*{index}"}
         signature |= {"batch": "i32", "slot_stride": "i32"}

@@ -10,7 +10,7 @@ import torch
 from inkling_backend.attention import AttentionRunner, LayerAttention
 from inkling_backend.errors import InvalidTensorError
 from inkling_backend.formats import Query
-from inkling_backend.kernels.configs import split_rule
+from inkling_backend.kernels.configs import chunked_split_rule, split_rule
 from inkling_backend.reference.gather import gather
 from tests.attention.world import PLAIN, World, assert_as_accurate, make_world, slots_of
 
@@ -193,9 +193,12 @@ def test_workspace_is_counted(device: torch.device, monkeypatch: pytest.MonkeyPa
     batch, pages = 16, 16
     runner = world.runner(max_batch=batch)
     fast = "decode_fast" in runner.kernels
-    items = split_rule(4, world.layout, batch, 1024, chunked=fast).most_items
-    ints = 2 * batch * pages + 2 * batch + 2 * (batch + 1) + 4 * items + 2
-    assert runner.workspace_bytes == 4 * ints + items * 4 * (64 + 2) * 4
+    rule = split_rule(4, world.layout, batch, 1024)
+    if fast:
+        rule = chunked_split_rule(4, world.layout, batch, 1024, programs=1000)
+    parts = rule.most_parts
+    ints = 2 * batch * pages + 2 * batch + 2 * (batch + 1) + 4 * parts + 4
+    assert runner.workspace_bytes == 4 * ints + parts * 4 * (64 + 2) * 4
     monkeypatch.setenv("INKLING_KERNELS", "reference")
     assert world.runner().workspace_bytes == 0
 
