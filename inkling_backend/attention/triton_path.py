@@ -5,15 +5,18 @@ Imported only where it is used: importing it needs Triton.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from inkling_backend.attention.flashinfer_extend import FlashInferExtend, serves
 from inkling_backend.attention.plans import DecodePlan, ExtendPlan
 from inkling_backend.attention.spec import AttentionSpec
 from inkling_backend.formats import Query
 from inkling_backend.formats.layer_attention import LayerAttention
 from inkling_backend.formats.layout import LayerCache
 from inkling_backend.kernels import plan as planner
-from inkling_backend.kernels.arch import capability_of
+from inkling_backend.kernels.arch import Capability
 from inkling_backend.kernels.configs import split_rule
 from inkling_backend.kernels.decode import DecodeCall, Partial, decode
 from inkling_backend.kernels.decode_fast import decode_fast, fits
@@ -31,12 +34,24 @@ class TritonPath:
     """
 
     def __init__(
-        self, spec: AttentionSpec, max_batch: int, max_context: int, device: torch.device
+        self,
+        spec: AttentionSpec,
+        max_batch: int,
+        max_context: int,
+        device: torch.device,
+        *,
+        capability: Capability | None,
+        flashinfer: bool,
     ) -> None:
+        """
+        Args:
+            capability: compute capability of the GPU, None for the interpreter.
+            flashinfer: `flashinfer_extend.chosen`.
+        """
         layout = spec.layout
         self._page = layout.page_size
         self._max_context = max_context
-        fast = fits(layout, spec.group, spec.dtype, capability_of(device))
+        fast = fits(layout, spec.group, spec.dtype, capability)
         self._decode = decode_fast if fast else decode
         self._rule = split_rule(spec.num_q_heads, layout, max_batch, max_context, chunked=fast)
         items = self._rule.most_items
@@ -54,16 +69,22 @@ class TritonPath:
 
         self._partial = Partial.empty(items, spec.num_q_heads, layout.v_head_dim, device)
 
+        self._flashinfer: FlashInferExtend | None = None
+        if flashinfer:
+            self._flashinfer = FlashInferExtend(spec, max_batch, max_context, device)
+
     @property
     def kernels(self) -> str:
         """Names of the attention kernels chosen."""
-        return f"triton {self._decode.__name__} and {extend.__name__}"
+        prefill = "extend" if self._flashinfer is None else "flashinfer fa3"
+        return f"triton {self._decode.__name__} and {prefill}"
 
     @property
     def workspace_bytes(self) -> int:
         """Bytes of all buffers held."""
         tensors = [t for t in vars(self).values() if isinstance(t, torch.Tensor)]
-        return sum(t.nbytes for t in (*tensors, *self._work, *self._partial))
+        own = sum(t.nbytes for t in (*tensors, *self._work, *self._partial))
+        return own + (0 if self._flashinfer is None else self._flashinfer.workspace_bytes)
 
     def plan_decode(
         self, slot_table: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, batch: int
@@ -88,9 +109,11 @@ class TritonPath:
         rows: torch.Tensor,
         seq_lens: torch.Tensor,
         qo_indptr: torch.Tensor,
-        max_q_len: int,
+        q_lens: Sequence[int],
+        kv_lens: Sequence[int],
     ) -> ExtendPlan:
         batch = rows.shape[0]
+        rounds = () if self._flashinfer is None else self._flashinfer.plan(q_lens, kv_lens)
         planner.plan_extend(
             slot_table,
             rows,
@@ -105,10 +128,11 @@ class TritonPath:
         )
         return ExtendPlan(
             batch,
-            max_q_len,
+            max(q_lens, default=0),
             self._extend_pages[:batch],
             self._extend_lens[:batch],
             self._qo_indptr[: batch + 1],
+            rounds,
         )
 
     def store(
@@ -132,6 +156,9 @@ class TritonPath:
         layer: LayerAttention,
     ) -> None:
         if isinstance(plan, ExtendPlan):
+            if self._flashinfer is not None and serves(layer):
+                self._flashinfer.run(plan, query, cache, out, layer)
+                return
             extend(
                 query,
                 cache,

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from inkling_backend.attention import flashinfer_extend
 from inkling_backend.engines.sglang import patches, versions
 from inkling_backend.engines.sglang.flags import Flags, construct, flags_of
 from inkling_backend.errors import UnsupportedError
 from inkling_backend.formats import get_recipe
 from inkling_backend.formats.layout import CacheLayout
+from inkling_backend.kernels import arch
 
 
 class Args(SimpleNamespace):
@@ -142,6 +144,9 @@ def test_workspace_is_kept_out_of_the_pool(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(versions, "active_attention_tp_size", lambda: 1)
     requests = SimpleNamespace(max_running_requests=8)
     monkeypatch.setattr(versions, "active_server_args", lambda: requests)
+    monkeypatch.setattr(arch, "capability_of", lambda device: (9, 0))
+    monkeypatch.setattr(flashinfer_extend, "chosen", lambda choice, *_: choice == "flashinfer")
+    monkeypatch.setenv("INKLING_EXTEND", "triton")
     recipe = get_recipe("mxfp8")
     layout = CacheLayout(recipe.k, recipe.v, 2, 64, 64)
     kvc = SimpleNamespace(
@@ -153,6 +158,9 @@ def test_workspace_is_kept_out_of_the_pool(monkeypatch: pytest.MonkeyPatch) -> N
     requests.max_running_requests = 64
     large = patches._workspace_bytes(kvc, layout)
     assert 0 < small < large
+    monkeypatch.setenv("INKLING_EXTEND", "flashinfer")
+    copies = 4096 * 2 * (64 + 64) * 2
+    assert patches._workspace_bytes(kvc, layout) > large + copies
     kvc.device = "cpu"
     assert patches._workspace_bytes(kvc, layout) == 0
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from inkling_backend import env
 from inkling_backend.engines.sglang import versions
 from inkling_backend.engines.sglang.flags import (
     BACKEND,
@@ -185,13 +186,19 @@ def _workspace_bytes(kvc: Any, layout: CacheLayout) -> int:
         return 0
     import torch
 
-    from inkling_backend.attention import AttentionSpec
+    from inkling_backend.attention import AttentionSpec, flashinfer_extend
     from inkling_backend.attention.triton_path import TritonPath
+    from inkling_backend.kernels.arch import capability_of
 
     heads = kvc.model_config.num_attention_heads // versions.active_attention_tp_size()
     spec = AttentionSpec(heads, layout, kvc.model_dtype, quantize_query=False)
     requests = versions.active_server_args().max_running_requests or _MOST_REQUESTS
-    path = TritonPath(spec, requests + 1, kvc.model_config.context_len, torch.device("meta"))
+    context, capability = kvc.model_config.context_len, capability_of(torch.device(kvc.device))
+    path = TritonPath(
+        *(spec, requests + 1, context, torch.device("meta")),
+        capability=capability,
+        flashinfer=flashinfer_extend.chosen(env.extend(), spec, context, capability),
+    )
     return path.workspace_bytes
 
 
