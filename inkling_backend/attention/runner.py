@@ -107,6 +107,7 @@ class AttentionRunner:
         self.max_batch = max_batch
         self.max_context = min(max_context, max_tokens)
         self.implementation = env.implementation(self.device.type)
+        extend = extend or env.extend()
         self._path: _Path
         if self.implementation == "triton":
             from inkling_backend.attention import flashinfer_extend
@@ -114,14 +115,15 @@ class AttentionRunner:
 
             # By the longest context that is allowed, not by what the pool holds, which is unknown
             # when the memory for these buffers is set aside.
-            flashinfer = flashinfer_extend.chosen(
-                *(extend or env.extend(), spec, max_context, capability)
-            )
+            flashinfer = flashinfer_extend.chosen(*(extend, spec, max_context, capability))
             self._path = TritonPath(
                 *(spec, max_batch, self.max_context, self.device),
                 capability=capability,
                 flashinfer=flashinfer,
             )
+        elif extend == "flashinfer":
+            reason = "the kernels are plain torch: set INKLING_EXTEND=auto, or run on a GPU"
+            raise UnsupportedError("INKLING_EXTEND=flashinfer", [reason])
         else:
             self._path = ReferencePath(spec, self.max_context)
 

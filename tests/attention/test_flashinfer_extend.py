@@ -126,6 +126,9 @@ def test_the_runner_reads_the_environment(
     monkeypatch.setenv("INKLING_EXTEND", "flashinfer")
     with pytest.raises(UnsupportedError, match="96/96"):
         world.runner()
+    monkeypatch.setenv("INKLING_KERNELS", "reference")
+    with pytest.raises(UnsupportedError, match="plain torch"):
+        world.runner()
 
 
 # How the kernel is fed
