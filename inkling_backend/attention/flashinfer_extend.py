@@ -1,9 +1,9 @@
 """Prefill through FlashInfer's FA3, over BF16 copies of the pages that a batch needs.
 
-For each layer: K and V of some requests are dequantized into one buffer that all layers share, FA3
-attends over it, and so on until every request had its turn (`staging.cut_rounds`). New tokens are
-read from the pages like all others. K and V are exact in BF16; the global scales of NVFP4 are not,
-and are applied to logits and sums instead.
+For each layer: K and V of some requests and some heads are dequantized into one buffer that all
+layers share, FA3 attends over it, and so on until every request (`staging.cut_rounds`) and every
+head had its turn. New tokens are read from the pages like all others. K and V are exact in BF16;
+the global scales of NVFP4 are not, and are applied to logits and sums instead.
 
 A request whose V holds something that is not finite is computed again by the Triton kernel, whose
 rows get NaN from tokens that they see, and from no others.
@@ -36,8 +36,9 @@ from inkling_backend.kernels.arguments import layer_arguments
 from inkling_backend.kernels.extend import extend
 from inkling_backend.kernels.stage import dequantize_query, stage
 
-# Bytes that the copies may take, of a Hopper's 80 GB or more: 512k tokens with 8 heads of 128.
-MOST_STAGING_BYTES = 2 << 30
+# Bytes that the copies take, about: 64k tokens with 8 heads of 128. One head of the longest request
+# must fit; it may take more, of a Hopper's 80 GB, up to the second number.
+STAGING_BYTES, MOST_STAGING_BYTES = 256 << 20, 1 << 30
 # Rounds of a batch whose plans are kept from layer to layer; with more, each is planned again.
 PLANS = 2
 # FlashInfer's scheduler: int32 arrays with an item for each tile and head, up to this many tiles;
@@ -95,9 +96,9 @@ def reasons_against(
     if dims not in HEAD_DIMS:
         known = ", ".join(f"{k}/{v}" for k, v in HEAD_DIMS)
         reasons.append(f"head_dim of K/V is {dims[0]}/{dims[1]}, FA3 has {known}")
-    if (size := staging_bytes(spec, max_context)) > MOST_STAGING_BYTES:
+    if (size := max_context * _row_bytes(spec)) > MOST_STAGING_BYTES:
         reasons.append(
-            f"a BF16 copy of one layer's longest request takes {size / 2**30:.1f} GiB, at most "
+            f"a BF16 copy of one head of the longest request takes {size / 2**30:.1f} GiB, at most "
             f"{MOST_STAGING_BYTES / 2**30:.0f} are used: lower --context-length"
         )
     if importlib.util.find_spec("flashinfer") is None:
@@ -131,11 +132,19 @@ def serves(layer: LayerAttention) -> bool:
     return layer.causal and layer.sinks is None
 
 
-def staging_bytes(spec: AttentionSpec, max_context: int) -> int:
-    """Bytes of the copies of K and V."""
-    layout = spec.layout
-    dims = layout.k_head_dim + layout.v_head_dim
-    return max_context * layout.num_kv_heads * dims * torch.bfloat16.itemsize
+def staging_shape(spec: AttentionSpec, max_batch: int, max_context: int) -> tuple[int, int]:
+    """(KV heads, tokens) that the copies hold: about `STAGING_BYTES`, and at least one head of the
+    longest request; never more than all heads of a full batch."""
+    heads = spec.layout.num_kv_heads
+    fit = STAGING_BYTES // (max_context * _row_bytes(spec))
+    at_once = max(h for h in range(1, heads + 1) if heads % h == 0 and h <= max(1, fit))
+    tokens = min(STAGING_BYTES // (at_once * _row_bytes(spec)), max_batch * max_context)
+    return at_once, max(tokens, max_context)
+
+
+def _row_bytes(spec: AttentionSpec) -> int:
+    """Bytes of K and V of one token and head, copied."""
+    return (spec.layout.k_head_dim + spec.layout.v_head_dim) * torch.bfloat16.itemsize
 
 
 def _dotted(capability: Capability) -> str:
@@ -154,8 +163,9 @@ class _Plans:
     All kinds put the same bytes there: a plan depends on the lengths and on causality alone.
     """
 
-    def __init__(self, spec: AttentionSpec, buffer: torch.Tensor) -> None:
+    def __init__(self, spec: AttentionSpec, heads: int, buffer: torch.Tensor) -> None:
         self._spec = spec
+        self._heads = heads
         self._buffer = buffer
         self._held: Round | None = None
         self._wrappers: dict[Kind, Wrapper] = {}
@@ -182,7 +192,7 @@ class _Plans:
             for indptr in (part.qo_indptr, part.kv_indptr)
         )
         wrapper.plan(
-            *(qo, kv, self._spec.num_q_heads, layout.num_kv_heads),
+            *(qo, kv, self._heads * self._spec.group, self._heads),
             *(layout.k_head_dim, layout.v_head_dim),
             causal=True,
             window_left=-1 if kind.window is None else kind.window,
@@ -197,30 +207,27 @@ class _Plans:
 
 
 class FlashInferExtend:
-    """Buffers, plans and calls for one model.
-
-    Args:
-        max_context: tokens of the longest request, which the buffer holds.
-    """
+    """Buffers, plans and calls for one model; arguments as of `AttentionRunner`."""
 
     def __init__(
         self, spec: AttentionSpec, max_batch: int, max_context: int, device: torch.device
     ) -> None:
         layout = spec.layout
-        self._spec = spec
-        self._capacity = max_context
+        self._group = spec.group
+        self._max_context = max_context
+        self._heads, self._capacity = staging_shape(spec, max_batch, max_context)
 
         def staging(head_dim: int) -> torch.Tensor:
-            shape = (layout.num_kv_heads, max_context, head_dim)
+            shape = (self._heads, self._capacity, head_dim)
             return torch.empty(shape, dtype=torch.bfloat16, device=device)
 
         # Heads outermost: what a tile of one head reads is contiguous.
         self._k, self._v = staging(layout.k_head_dim), staging(layout.v_head_dim)
         self._rows = torch.zeros(max_batch, 2, dtype=torch.int32, device=device)
         self._marks = torch.zeros(max_batch, layout.num_kv_heads, dtype=torch.int32, device=device)
-        size = plan_bytes(spec.num_q_heads, max_batch, max_context)
+        size = plan_bytes(self._heads * spec.group, max_batch, self._capacity)
         self._plan_buffer = torch.empty(PLANS, size, dtype=torch.uint8, device=device)
-        self._plans = [_Plans(spec, buffer) for buffer in self._plan_buffer]
+        self._plans = [_Plans(spec, self._heads, buffer) for buffer in self._plan_buffer]
 
     @property
     def workspace_bytes(self) -> int:
@@ -229,7 +236,7 @@ class FlashInferExtend:
 
     def plan(self, q_lens: Sequence[int], kv_lens: Sequence[int]) -> tuple[Round, ...]:
         """Cuts a batch; the rows of its requests in the buffer are on the device when it runs."""
-        kv_lens = [min(length, self._capacity) for length in kv_lens]
+        kv_lens = [min(length, self._max_context) for length in kv_lens]
         rounds = cut_rounds(q_lens, kv_lens, self._capacity)
         rows = torch.zeros(len(q_lens), 2, dtype=torch.int32)
         for part in rounds:
@@ -258,25 +265,29 @@ class FlashInferExtend:
         marks = self._marks[: plan.batch]
         marks.zero_()
         for index, part in enumerate(plan.rounds):
-            stage(
-                cache,
-                page_table=plan.page_table,
-                rows=self._rows,
-                first=part.first,
-                last=part.last,
-                longest=part.longest,
-                k_out=self._k,
-                v_out=self._v,
-                marks=marks,
-            )
+            wrapper = self._plans[index % PLANS].wrapper(kind, part)
             rows, tokens = slice(part.q_first, part.q_last), part.kv_indptr[-1]
-            self._plans[index % PLANS].wrapper(kind, part).run(
-                q[rows],
-                self._k[:, :tokens].transpose(0, 1),
-                self._v[:, :tokens].transpose(0, 1),
-                *(cache.k_global, cache.v_global, scale_log2, softcap_log2 or 0.0),
-                out=out[rows],
-            )
+            for head in range(0, cache.layout.num_kv_heads, self._heads):
+                stage(
+                    cache,
+                    page_table=plan.page_table,
+                    rows=self._rows,
+                    first=part.first,
+                    last=part.last,
+                    longest=part.longest,
+                    first_head=head,
+                    k_out=self._k,
+                    v_out=self._v,
+                    marks=marks,
+                )
+                q_heads = slice(head * self._group, (head + self._heads) * self._group)
+                wrapper.run(
+                    q[rows, q_heads],
+                    self._k[:, :tokens].transpose(0, 1),
+                    self._v[:, :tokens].transpose(0, 1),
+                    *(cache.k_global, cache.v_global, scale_log2, softcap_log2 or 0.0),
+                    out=out[rows, q_heads],
+                )
         extend(
             query,
             cache,
@@ -303,7 +314,7 @@ class FlashInferExtend:
 
 
 def plan_bytes(num_q_heads: int, max_batch: int, capacity: int) -> int:
-    """Bytes of FlashInfer's plan of any round: it has at most ``capacity`` query rows."""
+    """Bytes of FlashInfer's plan of any round, of at most ``capacity`` query rows."""
     tiles = math.ceil(capacity / CTA_ROWS) + max_batch
     items = max(num_q_heads * min(tiles, _MOST_TILES), tiles)
     # Alignment, and the first item of each multiprocessor.

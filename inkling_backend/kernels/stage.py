@@ -1,4 +1,4 @@
-"""Dequantized copies of some requests' K and V, and of queries, for attention that reads BF16.
+"""Dequantized copies of K and V of some requests, and of queries, for attention that reads BF16.
 
 Global scales stay out of the copies: code times block scale is a bfloat16 number, its product with
 a global scale is not. What is not finite in V becomes zero and is marked, because zero times NaN is
@@ -35,7 +35,7 @@ def _put_rows(out_ptr, x, row, head, live, capacity, SIDE: tl.constexpr):
     tl.store(p_out, x, mask=live[:, None] & (cols < SIDE.dim)[None, :])
 
 
-@triton.jit(do_not_specialize=["first", "capacity"])
+@triton.jit(do_not_specialize=["first", "first_head", "capacity"])
 def _stage_kernel(
     k_ptr,
     k_scale_ptr,
@@ -47,6 +47,7 @@ def _stage_kernel(
     v_out_ptr,
     marks_ptr,
     first,
+    first_head,
     capacity,
     MAX_PAGES: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -59,16 +60,17 @@ def _stage_kernel(
     length = tl.load(rows_ptr + 2 * request + 1)
     if start >= length:
         return
-    head = tl.program_id(2).to(tl.int64)
+    i_head = tl.program_id(2).to(tl.int64)
+    head = first_head + i_head
     table_ptr = page_table_ptr + request.to(tl.int64) * MAX_PAGES
     pos, slot, live = tile_slots(table_ptr, start, length, K.page, BLOCK)
     row = (tl.load(rows_ptr + 2 * request) + pos).to(tl.int64)
     k = load_rows(k_ptr, k_scale_ptr, slot, head, live, K)
-    _put_rows(k_out_ptr, k, row, head, live, capacity, K)
+    _put_rows(k_out_ptr, k, row, i_head, live, capacity, K)
     v = load_rows(v_ptr, v_scale_ptr, slot, head, live, V)
     bad = ~finite(to_float32(v))
     v = tl.where(bad, 0.0, v)
-    _put_rows(v_out_ptr, v, row, head, live, capacity, V)
+    _put_rows(v_out_ptr, v, row, i_head, live, capacity, V)
     if tl.max(tl.max(bad.to(tl.int32), 1), 0) > 0:
         tl.store(marks_ptr + request * V.heads + head, 1)
 
@@ -81,22 +83,24 @@ def stage(
     first: int,
     last: int,
     longest: int,
+    first_head: int,
     k_out: torch.Tensor,
     v_out: torch.Tensor,
     marks: torch.Tensor,
 ) -> None:
-    """Copies K and V of the requests ``first`` to ``last`` (exclusive); one launch.
+    """Copies K and V of the requests ``first`` to ``last`` (exclusive), some heads; one launch.
 
     Args:
         cache: the layer.
         page_table: as `plan.plan_extend` left it.
         rows: ``[B, 2]`` int32, of each request its first row in the copies and its tokens.
         longest: no request of these has more tokens.
-        k_out, v_out: ``[kv heads, capacity, Dk]``, ``[kv heads, capacity, Dv]`` bfloat16.
+        first_head: the KV head that goes to the first of the copies.
+        k_out, v_out: ``[heads, capacity, Dk]``, ``[heads, capacity, Dv]`` bfloat16.
         marks: ``[B, kv heads]`` int32: becomes 1 where V holds something that is not finite.
     """
     layout = cache.layout
-    grid = (triton.cdiv(longest, BLOCK_T), last - first, layout.num_kv_heads)
+    grid = (triton.cdiv(longest, BLOCK_T), last - first, k_out.shape[0])
     _stage_kernel[grid](
         cache.k_data,
         cache.k_scale,
@@ -108,6 +112,7 @@ def stage(
         v_out,
         marks,
         first,
+        first_head,
         k_out.shape[1],
         **_constants(layout, page_table.shape[1]),
         num_warps=4,
@@ -164,7 +169,9 @@ def compile_cases() -> Iterator[CompileCase]:
         names = ("page_table_ptr", "rows_ptr", "marks_ptr")
         signature = {k: v for k, v in example.signature().items() if k[0] != "q"}
         signature = {k: v for k, v in signature.items() if "global" not in k}
-        signature |= dict.fromkeys(names, "*i32") | {"first": "i32", "capacity": "i32"}
+        signature |= dict.fromkeys(names, "*i32") | dict.fromkeys(
+            ("first", "first_head", "capacity"), "i32"
+        )
         signature |= dict.fromkeys(("k_out_ptr", "v_out_ptr"), "*bf16")
         constants = _constants(example.layout, 1024)
         constants |= {name: None for name, kind in signature.items() if kind == "constexpr"}

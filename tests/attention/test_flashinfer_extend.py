@@ -28,8 +28,8 @@ from tests.attention.world import PLAIN, World, assert_as_accurate, make_world, 
 HOPPER = (9, 0)
 LENS, Q_LENS = [70, 50, 120, 1, 90], [20, 0, 40, 1, 3]
 ROWS = sum(Q_LENS)
-# Tokens of the buffer that hold one request after the other, and all of them.
-TIGHT, WIDE = 128, 512
+# Longest requests, and bytes of the copies: these hold a head of some requests, or everything.
+MAX_CONTEXT, TIGHT, WIDE = 128, 1, 1 << 20
 LAYERS = (
     PLAIN,
     LayerAttention(0.2, window=40),
@@ -42,7 +42,9 @@ def spec(
     dims: tuple[int, int] = (128, 128), dtype: torch.dtype = torch.bfloat16, heads: int = 8
 ) -> AttentionSpec:
     mxfp8 = get_format("mxfp8")
-    return AttentionSpec(32, CacheLayout(mxfp8, mxfp8, heads, *dims), dtype, quantize_query=True)
+    return AttentionSpec(
+        4 * heads, CacheLayout(mxfp8, mxfp8, heads, *dims), dtype, quantize_query=True
+    )
 
 
 # The choice
@@ -63,9 +65,8 @@ def test_what_fa3_takes(dims: tuple[int, int]) -> None:
 
 @pytest.mark.usefixtures("_installed")
 def test_every_reason_is_given() -> None:
-    wrong = spec((96, 64), torch.float16, heads=32)
-    reasons = reasons_against(wrong, 1 << 20, (10, 0))
-    words = ("compute capability 10.0", "float16", "96/64", "10.0 GiB")
+    reasons = reasons_against(spec((96, 64), torch.float16), 8 << 20, (10, 0))
+    words = ("compute capability 10.0", "float16", "96/64", "2.5 GiB")
     assert len(reasons) == len(words)
     for reason, word in zip(reasons, words, strict=True):
         assert word in reason
@@ -185,16 +186,23 @@ def check_all(world: World, out: torch.Tensor, q: torch.Tensor, layer: LayerAtte
 
 @on_cpu
 @pytest.mark.parametrize(
-    ("k", "v", "quantized", "max_context"),
+    ("k", "v", "quantized", "size"),
     [("mxfp8", "mxfp8", True, TIGHT), ("nvfp4", "kvfp4", False, WIDE)],
 )
 def test_rounds_and_features(
-    feed: Feed, k: str, v: str, quantized: bool, max_context: int, device: torch.device
+    feed: Feed,
+    k: str,
+    v: str,
+    quantized: bool,
+    size: int,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    world = make_world(LENS, device, k=k, v=v, k_dim=96, v_dim=64, max_context=max_context)
+    monkeypatch.setattr(flashinfer_extend, "STAGING_BYTES", size)
+    world = make_world(LENS, device, k=k, v=v, k_dim=96, v_dim=64, max_context=MAX_CONTEXT)
     runner = feed.runner(world)
     plan = plan_of(world, runner)
-    assert len(plan.rounds) == (3 if max_context == TIGHT else 1)
+    assert len(plan.rounds) == (3 if size == TIGHT else 1)
     query = world.queries(ROWS + 3, quantized=quantized)  # three rows of padding
     for layer in LAYERS:
         out = runner.run(plan, query, world.cache, world.empty_out(ROWS + 3), layer)
@@ -227,8 +235,11 @@ def test_plans_are_kept_from_layer_to_layer(feed: Feed, device: torch.device) ->
 
 
 @on_cpu
-def test_more_rounds_than_plans(feed: Feed, device: torch.device) -> None:
-    world = make_world(LENS, device, max_context=TIGHT)
+def test_more_rounds_than_plans(
+    feed: Feed, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flashinfer_extend, "STAGING_BYTES", TIGHT)
+    world = make_world(LENS, device, max_context=MAX_CONTEXT)
     runner, query = feed.runner(world), world.queries(ROWS)
     plan = plan_of(world, runner)
     for layer in (LAYERS[0], LAYERS[1], LAYERS[0]):
@@ -288,10 +299,26 @@ def test_other_layers_take_triton(feed: Feed, device: torch.device) -> None:
 def test_its_buffers_are_counted(feed: Feed, device: torch.device) -> None:
     world = make_world(LENS, device, k_dim=128, v_dim=64, max_context=640)
     fed, triton = feed.runner(world), feed.runner(world, "triton")
-    copies = 640 * 2 * (128 + 64) * 2
-    plans = flashinfer_extend.PLANS * plan_bytes(4, 8, 640)
+    copies = 8 * 640 * 2 * (128 + 64) * 2
+    plans = flashinfer_extend.PLANS * plan_bytes(4, 8, 8 * 640)
     assert fed.workspace_bytes - triton.workspace_bytes == copies + plans + 8 * (2 + 2) * 4
     assert fed.kernels.endswith("flashinfer fa3")
+
+
+@pytest.mark.parametrize(
+    ("batch", "context", "heads", "shape"),
+    [
+        (4096, 131072, 8, (4, 131072)),
+        (4096, 1 << 20, 8, (1, 1 << 20)),
+        (4096, 100_000, 6, (3, 174_762)),
+        (4096, 8192, 8, (8, 65536)),
+        (2, 8192, 8, (8, 16384)),
+    ],
+)
+def test_the_size_of_the_copies(
+    batch: int, context: int, heads: int, shape: tuple[int, int]
+) -> None:
+    assert flashinfer_extend.staging_shape(spec(heads=heads), batch, context) == shape
 
 
 def test_plan_bytes() -> None:
@@ -334,11 +361,12 @@ def gpu_runner(world: World, quantize_query: bool = False) -> AttentionRunner:
 @pytest.mark.parametrize("dims", [(128, 128), (64, 64)])
 @pytest.mark.parametrize(("k", "v"), RECIPES)
 def test_fa3_against_the_reference(
-    k: str, v: str, dims: tuple[int, int], device: torch.device
+    k: str, v: str, dims: tuple[int, int], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for max_context in (WIDE, TIGHT):
+    for size in (WIDE, TIGHT):
+        monkeypatch.setattr(flashinfer_extend, "STAGING_BYTES", size)
         world = make_world(
-            LENS, device, k=k, v=v, k_dim=dims[0], v_dim=dims[1], max_context=max_context
+            LENS, device, k=k, v=v, k_dim=dims[0], v_dim=dims[1], max_context=MAX_CONTEXT
         )
         quantized = k == v == "mxfp8"
         runner, query = gpu_runner(world, quantized), world.queries(ROWS, quantized=quantized)

@@ -14,18 +14,19 @@ PAIRS = [("mxfp8", "mxfp8"), ("mxfp8", "nvfp4"), ("nvfp4", "kvfp4"), ("bf16", "b
 CAPACITY = 160
 
 
-def copies(world: World, fill: float = torch.nan) -> tuple[torch.Tensor, torch.Tensor]:
-    heads = world.layout.num_kv_heads
+def copies(world: World, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
     dims = (world.layout.k_head_dim, world.layout.v_head_dim)
     k, v = (
-        torch.full((heads, CAPACITY, dim), fill, dtype=torch.bfloat16, device=world.device)
+        torch.full((heads, CAPACITY, dim), torch.nan, dtype=torch.bfloat16, device=world.device)
         for dim in dims
     )
     return k, v
 
 
-def run(world: World, rows: list[list[int]], first: int, last: int) -> tuple[torch.Tensor, ...]:
-    k, v = copies(world)
+def run(
+    world: World, rows: list[list[int]], first: int, last: int, head: int = 0, heads: int = 2
+) -> tuple[torch.Tensor, ...]:
+    k, v = copies(world, heads)
     marks = torch.zeros(len(rows), world.layout.num_kv_heads, dtype=torch.int32)
     marks = marks.to(world.device)
     stage(
@@ -35,6 +36,7 @@ def run(world: World, rows: list[list[int]], first: int, last: int) -> tuple[tor
         first=first,
         last=last,
         longest=max(length for _, length in rows[first:last]),
+        first_head=head,
         k_out=k,
         v_out=v,
         marks=marks,
@@ -66,6 +68,9 @@ def test_copies_are_exact(k: str, v: str, page: int, device: torch.device) -> No
             torch.testing.assert_close(got, exact(world, request, side), rtol=1e-6, atol=0)
         assert out[:, ~written.to(device)].isnan().all(), "nothing else may be written"
     assert not marks.any()
+    later = run(world, rows, 1, 3, head=1, heads=1)
+    for some, whole in zip(later[:2], (k_out, v_out), strict=True):
+        assert torch.equal(some.nan_to_num(7.0), whole[1:].nan_to_num(7.0))
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -79,6 +84,7 @@ def test_what_is_not_finite_in_v_is_zero_and_marked(bad: float, device: torch.de
     assert v_out[1, 105, 3] == 0
     assert v_out[:, :110].isfinite().all()
     assert not k_out[0, 105, 3].isfinite()
+    assert run(world, [[0, 70], [70, 40]], 0, 2, head=1, heads=1)[2].tolist() == [[0, 0], [0, 1]]
 
 
 @pytest.mark.parametrize("dim", [64, 96])
