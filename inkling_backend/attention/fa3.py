@@ -16,10 +16,13 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import logging
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 _VARIANT = r"""
 template <int NUM_ROWS_PER_THREAD>
@@ -163,6 +166,7 @@ def make_wrapper(k_head_dim: int, v_head_dim: int, kind: Kind, plan_buffer: torc
         plan_buffer: ``[bytes]`` uint8 on the device, where its plans go.
     """
     flashinfer: Any = importlib.import_module("flashinfer")
+    logger.info("inkling: FlashInfer's FA3 for %s; compiling it takes minutes, once", kind)
     arguments = _arguments(k_head_dim, v_head_dim, kind.window is not None, kind.capped)
     # The float workspace is for splits of K and V, which FA3 does not make.
     unused = torch.empty(256, dtype=torch.uint8, device=plan_buffer.device)

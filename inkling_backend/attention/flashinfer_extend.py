@@ -317,5 +317,5 @@ def plan_bytes(num_q_heads: int, max_batch: int, capacity: int) -> int:
     """Bytes of FlashInfer's plan of any round, of at most ``capacity`` query rows."""
     tiles = math.ceil(capacity / CTA_ROWS) + max_batch
     items = max(num_q_heads * min(tiles, _MOST_TILES), tiles)
-    # Alignment, and the first item of each multiprocessor.
-    return _ARRAYS * (4 * items + 16) + 4096
+    # Alignment, and the first item of each multiprocessor; whole multiples, for the next buffer.
+    return -(-(_ARRAYS * (4 * items + 16) + 4096) // 256) * 256

@@ -6,6 +6,7 @@ Without FlashInfer and a Hopper GPU a stand-in takes the place of FlashInfer's w
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -134,6 +135,32 @@ def test_the_runner_reads_the_environment(
 
 
 # How the kernel is fed
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("flashinfer") is None, reason="FlashInfer is not installed"
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_flashinfer_offers_what_is_used() -> None:
+    from flashinfer import prefill
+
+    wrapper = prefill.BatchPrefillWithRaggedKVCacheWrapper
+    for name in ("plan", "run"):
+        ours = inspect.signature(getattr(flashinfer_extend.Wrapper, name)).parameters
+        theirs = inspect.signature(getattr(wrapper, name)).parameters
+        assert set(ours) <= set(theirs)
+        keywords = inspect.Parameter.KEYWORD_ONLY
+        places = [name for name, p in ours.items() if p.kind != keywords]
+        assert places == list(theirs)[: len(places)]
+    arguments = fa3._arguments(128, 128, windowed=True, capped=False)
+    module = inspect.signature(prefill.get_customize_batch_prefill_module)
+    bound = module.bind("fa3", *arguments["jit_args"], **arguments["jit_kwargs"]).arguments
+    assert bound["head_dim_vo"] == 128
+    assert bound["additional_tensor_names"] == ["maybe_k_global", "maybe_v_global"]
+    assert bound["variant_name"] == "InklingAttention<false>"
+    assert {"float_workspace_buffer", "backend", "jit_args", "jit_kwargs"} <= set(
+        inspect.signature(wrapper).parameters
+    )
 
 
 class Feed:

@@ -18,6 +18,12 @@ LENS = [70, 0, 300, 1]
 Q_LENS = [20, 0, 65, 1]
 
 
+@pytest.fixture(autouse=True)
+def _triton_extends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other way to extend has tests of its own."""
+    monkeypatch.setenv("INKLING_EXTEND", "triton")
+
+
 @pytest.fixture(params=["triton", "reference"])
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("INKLING_KERNELS", request.param)
