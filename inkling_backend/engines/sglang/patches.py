@@ -166,14 +166,17 @@ def _build_mha_kv_pool(configurator: Any, **kwargs: Any) -> Any:
 
 
 def _compute_cell_size(original: Callable[..., int], self: Any, kvc: Any, num_layers: int) -> int:
-    from inkling_backend.engines.sglang.pool import layout_of, recipe_of
+    from inkling_backend.engines.sglang.pool import engine_recipe, layout_of, recipe_of
 
-    recipe = recipe_of(kvc.kv_cache_dtype_str)
-    if recipe is None:
+    name = kvc.kv_cache_dtype_str
+    own = recipe_of(name)
+    ours = uses_backend(versions.active_attention_backends()) and name in KV_CACHE_DTYPES
+    if own is None and not ours:
         return original(self, kvc, num_layers)
-    layout = layout_of(recipe, kvc.model_config, kvc.page_size)
+    # Over the engine's own pool (BF16) the runner has its buffers all the same.
+    layout = layout_of(own or engine_recipe(name), kvc.model_config, kvc.page_size)
     self.inkling_workspace_bytes = _workspace_bytes(kvc, layout)
-    return layout.bytes_per_token * num_layers
+    return original(self, kvc, num_layers) if own is None else layout.bytes_per_token * num_layers
 
 
 def _workspace_bytes(kvc: Any, layout: CacheLayout) -> int:
