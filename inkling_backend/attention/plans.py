@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from inkling_backend.attention.staging import Round
+
 if TYPE_CHECKING:  # importing it needs Triton
     from inkling_backend.kernels.plan import WorkList
 
@@ -42,6 +44,7 @@ class ExtendPlan:
         page_table: ``[batch, max_pages]`` int32, on the device.
         seq_lens: ``[batch]`` int32, on the device, new tokens included.
         qo_indptr: ``[batch + 1]`` int32, on the device: a request's first query row.
+        rounds: on the host; empty where nothing attends over copies.
     """
 
     batch: int
@@ -49,3 +52,4 @@ class ExtendPlan:
     page_table: torch.Tensor
     seq_lens: torch.Tensor
     qo_indptr: torch.Tensor
+    rounds: tuple[Round, ...] = ()

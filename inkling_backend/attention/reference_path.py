@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from inkling_backend.attention.plans import DecodePlan, ExtendPlan
@@ -40,9 +42,11 @@ class ReferencePath:
         rows: torch.Tensor,
         seq_lens: torch.Tensor,
         qo_indptr: torch.Tensor,
-        max_q_len: int,
+        q_lens: Sequence[int],
+        kv_lens: Sequence[int],
     ) -> ExtendPlan:
         page_table, seq_lens = self._tables(slot_table, rows, seq_lens)
+        max_q_len = max(q_lens, default=0)
         return ExtendPlan(rows.shape[0], max_q_len, page_table, seq_lens, qo_indptr.to(torch.int32))
 
     def store(

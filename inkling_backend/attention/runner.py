@@ -9,6 +9,7 @@ device when the graph replays.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, overload
 
 import torch
@@ -49,7 +50,8 @@ class _Path(Protocol):
         rows: torch.Tensor,
         seq_lens: torch.Tensor,
         qo_indptr: torch.Tensor,
-        max_q_len: int,
+        q_lens: Sequence[int],
+        kv_lens: Sequence[int],
     ) -> ExtendPlan: ...
 
     def store(
@@ -93,17 +95,20 @@ class AttentionRunner:
         max_tokens: int,
         device: torch.device | str,
         max_q_len: int = 1,
+        extend: env.Extend | None = None,
     ) -> None:
         """Allocates every buffer that `plan_decode`, `plan_extend` and `run` will need.
 
         Args:
             max_tokens: tokens that the pool holds; no request is longer.
+            extend: what attends in prefill; None for what the environment says (`env.extend`).
 
         Raises:
             UnsupportedError: with every reason, if this attention cannot run on the device.
         """
         self.device = torch.device(device)
-        reasons = requirements(spec, capability_of(self.device))
+        capability = capability_of(self.device)
+        reasons = requirements(spec, capability)
         if not 1 <= max_q_len <= MAX_GROUP // max(1, spec.group):
             reasons.append(
                 f"{max_q_len} query tokens of {spec.group} heads a KV head are asked of decode: "
@@ -116,11 +121,23 @@ class AttentionRunner:
         self.max_context = min(max_context, max_tokens)
         self.max_q_len = max_q_len
         self.implementation = env.implementation(self.device.type)
+        extend = extend or env.extend()
         self._path: _Path
         if self.implementation == "triton":
+            from inkling_backend.attention import flashinfer_extend
             from inkling_backend.attention.triton_path import TritonPath
 
-            self._path = TritonPath(spec, max_batch, self.max_context, max_q_len, self.device)
+            # By the longest context that is allowed, not by what the pool holds, which is unknown
+            # when the memory for these buffers is set aside.
+            flashinfer = flashinfer_extend.chosen(*(extend, spec, max_context, capability))
+            self._path = TritonPath(
+                *(spec, max_batch, self.max_context, max_q_len, self.device),
+                capability=capability,
+                flashinfer=flashinfer,
+            )
+        elif extend == "flashinfer":
+            reason = "the kernels are plain torch: set INKLING_EXTEND=auto, or run on a GPU"
+            raise UnsupportedError("INKLING_EXTEND=flashinfer", [reason])
         else:
             self._path = ReferencePath(spec, self.max_context)
 
@@ -166,22 +183,29 @@ class AttentionRunner:
         rows: torch.Tensor,
         seq_lens: torch.Tensor,
         qo_indptr: torch.Tensor,
-        max_q_len: int,
+        q_lens: Sequence[int],
+        kv_lens: Sequence[int],
     ) -> ExtendPlan:
         """Plans several new tokens per request; the buffers are apart from those of decode.
+
+        The lengths come twice: what runs on the device reads them there, and what is planned on
+        the host needs them there, without waiting for the device.
 
         Args:
             slot_table: ``[rows, >= max_context]`` int32, position -> slot; whole pages per request.
             rows, seq_lens: ``[B]`` int32 or int64; lengths include the new tokens.
             qo_indptr: ``[B + 1]`` int32 or int64, each request's first query row.
-            max_q_len: at least the longest request's number of new tokens; rows beyond it would
-                not be computed.
+            q_lens, kv_lens: of each request its new tokens, as in ``qo_indptr``, and its tokens, as
+                in ``seq_lens`` (a request without new tokens may say anything); on the host.
         """
         batch = rows.shape[0]
         self._check_batch(slot_table, rows, seq_lens, batch)
+        for name, lengths in (("q_lens", q_lens), ("kv_lens", kv_lens)):
+            if len(lengths) != batch:
+                raise InvalidTensorError(name, "lengths of requests:", batch, len(lengths))
         if tuple(qo_indptr.shape) != (batch + 1,):
             raise InvalidTensorError("qo_indptr", "shape", (batch + 1,), tuple(qo_indptr.shape))
-        return self._path.plan_extend(slot_table, rows, seq_lens, qo_indptr, max_q_len)
+        return self._path.plan_extend(slot_table, rows, seq_lens, qo_indptr, q_lens, kv_lens)
 
     @overload
     def store(

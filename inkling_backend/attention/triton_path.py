@@ -5,18 +5,19 @@ Imported only where it is used: importing it needs Triton.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
+from inkling_backend.attention.flashinfer_extend import FlashInferExtend, serves
 from inkling_backend.attention.plans import DecodePlan, ExtendPlan
 from inkling_backend.attention.spec import AttentionSpec
 from inkling_backend.formats import Query
 from inkling_backend.formats.layer_attention import LayerAttention
 from inkling_backend.formats.layout import LayerCache
 from inkling_backend.kernels import plan as planner
-from inkling_backend.kernels.arch import capability_of
+from inkling_backend.kernels.arch import Capability
 from inkling_backend.kernels.configs import (
     SplitRule,
     chunked_split_rule,
@@ -44,10 +45,12 @@ class _Decoder(NamedTuple):
         max_batch: int,
         max_context: int,
         q_len: int,
+        *,
         device: torch.device,
+        capability: Capability | None,
     ) -> _Decoder:
         layout = spec.layout
-        config = config_for(layout, spec.group * q_len, spec.dtype, capability_of(device))
+        config = config_for(layout, spec.group * q_len, spec.dtype, capability)
         sizes = (spec.num_q_heads * q_len, layout, max_batch, max_context)
         if config is None:
             return cls(decode, split_rule(*sizes))
@@ -69,12 +72,22 @@ class TritonPath:
         max_context: int,
         max_q_len: int,
         device: torch.device,
+        *,
+        capability: Capability | None,
+        flashinfer: bool,
     ) -> None:
+        """
+        Args:
+            capability: compute capability of the GPU, None for the interpreter.
+            flashinfer: `flashinfer_extend.chosen`.
+        """
         layout = spec.layout
         self._page = layout.page_size
         self._max_context = max_context
         self._decoders = {
-            q_len: _Decoder.choose(spec, max_batch, max_context, q_len, device)
+            q_len: _Decoder.choose(
+                *(spec, max_batch, max_context, q_len), device=device, capability=capability
+            )
             for q_len in {1, max_q_len}
         }
         parts = max(decoder.rule.most_parts for decoder in self._decoders.values())
@@ -93,17 +106,23 @@ class TritonPath:
         rows = max(each.rule.most_parts * q_len for q_len, each in self._decoders.items())
         self._partial = Partial.empty(rows, spec.num_q_heads, layout.v_head_dim, device)
 
+        self._flashinfer: FlashInferExtend | None = None
+        if flashinfer:
+            self._flashinfer = FlashInferExtend(spec, max_batch, max_context, device)
+
     @property
     def kernels(self) -> str:
         """Names of the attention kernels chosen."""
         names = dict.fromkeys(each.decode.__name__ for each in self._decoders.values())
-        return f"triton {', '.join(names)} and {extend.__name__}"
+        prefill = "extend" if self._flashinfer is None else "flashinfer fa3"
+        return f"triton {', '.join(names)} and {prefill}"
 
     @property
     def workspace_bytes(self) -> int:
         """Bytes of all buffers held."""
         tensors = [t for t in vars(self).values() if isinstance(t, torch.Tensor)]
-        return sum(t.nbytes for t in (*tensors, *self._work, *self._partial))
+        own = sum(t.nbytes for t in (*tensors, *self._work, *self._partial))
+        return own + (0 if self._flashinfer is None else self._flashinfer.workspace_bytes)
 
     def plan_decode(
         self,
@@ -134,9 +153,11 @@ class TritonPath:
         rows: torch.Tensor,
         seq_lens: torch.Tensor,
         qo_indptr: torch.Tensor,
-        max_q_len: int,
+        q_lens: Sequence[int],
+        kv_lens: Sequence[int],
     ) -> ExtendPlan:
         batch = rows.shape[0]
+        rounds = () if self._flashinfer is None else self._flashinfer.plan(q_lens, kv_lens)
         planner.plan_extend(
             slot_table,
             rows,
@@ -151,10 +172,11 @@ class TritonPath:
         )
         return ExtendPlan(
             batch,
-            max_q_len,
+            max(q_lens, default=0),
             self._extend_pages[:batch],
             self._extend_lens[:batch],
             self._qo_indptr[: batch + 1],
+            rounds,
         )
 
     def store(
@@ -178,6 +200,9 @@ class TritonPath:
         layer: LayerAttention,
     ) -> None:
         if isinstance(plan, ExtendPlan):
+            if self._flashinfer is not None and serves(layer):
+                self._flashinfer.run(plan, query, cache, out, layer)
+                return
             extend(
                 query,
                 cache,

@@ -21,6 +21,7 @@ from inkling_backend.bench import table
 from inkling_backend.bench.cases import Case, Heads
 from inkling_backend.bench.extra import missing
 from inkling_backend.bench.results import LIBRARIES, Results, Row, gpu, read, versions
+from inkling_backend.env import Extend
 from inkling_backend.errors import InklingError
 from inkling_backend.formats import get_recipe
 
@@ -149,6 +150,10 @@ def extend(
     kv_heads: KVHeads = _HEADS.kv_heads,
     head_dim: HeadDim = _HEADS.head_dim,
     page_size: PageSize = _HEADS.page_size,
+    extend: Annotated[
+        Extend | None,
+        typer.Option("--extend", help="What attends; unset means $INKLING_EXTEND, or auto."),
+    ] = None,
     quick: Quick = False,
     peers: WithPeers = True,
     sustained: Sustained = 1.0,
@@ -156,10 +161,11 @@ def extend(
 ) -> None:
     """Prefill: many new tokens, after a cached prefix or none.
 
-    Example: inkling-backend bench extend --shape 1x2k+32k
+    Example: inkling-backend bench extend --shape 1x2k+32k --extend flashinfer
     """
     heads = Heads(q_heads, kv_heads, head_dim, page_size)
-    _kernels(Run(shapes.EXTEND, heads, formats, shape, quick, peers, json), sustained)
+    run = Run(shapes.EXTEND, heads, formats, shape, quick, peers, json)
+    _kernels(run, sustained, extend)
 
 
 @app.command()
@@ -273,7 +279,7 @@ def _one_line(command: str) -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
-def _kernels(run: Run, sustained: float, **more: int | bool) -> None:
+def _kernels(run: Run, sustained: float, extend: Extend | None = None, **more: int | bool) -> None:
     """Measure an operation of `AttentionRunner`."""
     with _one_line(run.command):
         cases = run.cases(**more)
@@ -285,7 +291,8 @@ def _kernels(run: Run, sustained: float, **more: int | bool) -> None:
         from inkling_backend.bench.timing import GraphMeter
 
         torch.manual_seed(0)
-        lab = Lab(run.heads, torch.device("cuda", torch.cuda.current_device()))
+        device = torch.device("cuda", torch.cuda.current_device())
+        lab = Lab(run.heads, device, extend=extend)
         bench = Bench(lab, GraphMeter(sustained), say, with_peers=run.peers)
         return bench.run(cases, recipes, emit)
 

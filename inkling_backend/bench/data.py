@@ -10,6 +10,7 @@ import torch
 from inkling_backend.attention import AttentionRunner, AttentionSpec, LayerAttention
 from inkling_backend.bench.cases import VERIFY, Case, Heads
 from inkling_backend.cache import KVCachePool
+from inkling_backend.env import Extend
 from inkling_backend.formats import Recipe
 from inkling_backend.formats.layout import CacheLayout
 
@@ -109,9 +110,11 @@ class Lab:
         rotate_bytes: int = ROTATE_BYTES,
         max_batch: int = MAX_BATCH,
         max_context: int = MAX_CONTEXT,
+        extend: Extend | None = None,
     ) -> None:
         """
         Args:
+            extend: what attends in prefill; None for what the environment says.
             max_batch, max_context: of the runners; `grow` raises them to what the cases need.
         """
         self.heads = heads
@@ -120,6 +123,7 @@ class Lab:
         self.max_batch = max_batch
         self.max_context = max_context
         self.max_q_len = 1
+        self.extend = extend
         self.layer = LayerAttention(heads.head_dim**-0.5)
         self._runners: dict[str, AttentionRunner] = {}
 
@@ -147,6 +151,7 @@ class Lab:
                 max_tokens=self.max_context,
                 device=self.device,
                 max_q_len=self.max_q_len,
+                extend=self.extend,
             )
         return self._runners[recipe.name]
 

@@ -64,7 +64,8 @@ def _attention(lab: Lab, recipe: Recipe, case: Case, rotate: bool) -> Prepared:
         )
     else:
         plan = runner.plan_extend(
-            batch.slot_table, batch.rows, batch.seq_lens, batch.qo_indptr, case.new_tokens
+            *(batch.slot_table, batch.rows, batch.seq_lens, batch.qo_indptr),
+            *([case.new_tokens] * case.batch, batch.lens),
         )
     query = Query.quantize(q) if recipe.quantize_query else Query(q)
 

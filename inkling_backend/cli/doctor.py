@@ -100,10 +100,11 @@ def _engine() -> Iterator[Check]:
 def _environment() -> Iterator[Check]:
     from inkling_backend import env
 
-    try:
-        yield Check("INKLING_KERNELS", True, True, env.kernels())
-    except InklingError as error:
-        yield Check("INKLING_KERNELS", False, True, str(error), "unset it")
+    for name, read in (("INKLING_KERNELS", env.kernels), ("INKLING_EXTEND", env.extend)):
+        try:
+            yield Check(name, True, True, read())
+        except InklingError as error:
+            yield Check(name, False, True, str(error), "unset it")
 
 
 def _kernels() -> Check:

@@ -27,8 +27,8 @@ MIN_SPLIT_TOKENS, MAX_SPLIT_TOKENS = 256, 1024
 # A constant, not the device's count: a result must not change with the device it ran on.
 SPLIT_PROGRAMS = 128
 
-# `decode_fast`, tokens of a chunk and of a split. Chunks are short, to fill a GPU with one request of
-# a few thousand tokens; a partial result of 1024 tokens weighs nothing.
+# `decode_fast`, tokens of a chunk and of a split. Chunks are short, to fill a GPU with one request
+# of a few thousand tokens; a partial result of 1024 tokens weighs nothing.
 CHUNK_TOKENS, CHUNKED_SPLIT_TOKENS = 128, 1024
 SPLIT_CHUNKS = CHUNKED_SPLIT_TOKENS // CHUNK_TOKENS
 

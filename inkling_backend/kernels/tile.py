@@ -27,6 +27,12 @@ def to_dtype(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def finite(x):
+    """Elementwise: neither NaN nor infinite."""
+    return tl.abs(x) < float("inf")
+
+
+@triton.jit
 def dot(a, b, acc):
     """``acc + a @ b`` with bfloat16 operands and float32 sums (the interpreter has no bfloat16)."""
     if INTERPRETED:

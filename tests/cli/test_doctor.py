@@ -34,6 +34,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
     monkeypatch.delenv("INKLING_KERNELS", raising=False)
+    monkeypatch.delenv("INKLING_EXTEND", raising=False)
     return versions
 
 
@@ -97,8 +98,9 @@ def test_a_plugin_that_is_not_allowed(
     assert faults() == {}
 
 
+@pytest.mark.parametrize("name", ["INKLING_KERNELS", "INKLING_EXTEND"])
 def test_a_wrong_environment_variable(
-    machine: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    name: str, machine: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("INKLING_KERNELS", "cuda")
-    assert faults() == {"INKLING_KERNELS": "unset it"}
+    monkeypatch.setenv(name, "cuda")
+    assert faults() == {name: "unset it"}
