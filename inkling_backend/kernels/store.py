@@ -39,19 +39,28 @@ from inkling_backend.kernels.side import Side
 # The one format of quantized queries.
 QUERY_FORMAT = get_format("mxfp8")
 
-# Few tokens: programs of one warp and two rows, so that the launch is wide. Many: sixteen rows fill
+# Few tokens: programs of one warp and four rows, 16 elements a thread at head_dim
+# 128, so that the launch is wide. Many: sixteen rows fill
 # four warps with 16 elements a thread at head_dim 128.
 _FEW = 256
-_FEW_TOKENS = {"BLOCK_T": 2, "num_warps": 1}
+_FEW_TOKENS = {"BLOCK_T": 4, "num_warps": 1}
 _MANY_TOKENS = {"BLOCK_T": 16, "num_warps": 4}
 
 
 @triton.jit
-def _load_tile(x_ptr, i_t, head, stride_t, stride_h, mask, D: tl.constexpr, D_PAD: tl.constexpr):
-    """Rows of one head of ``x [T, H, D]`` as ``[BLOCK_T, D_PAD]`` float32, zero outside."""
-    o_d = tl.arange(0, D_PAD)
-    p_x = x_ptr + i_t[:, None] * stride_t + head.to(tl.int64) * stride_h + o_d[None, :]
-    m_x = mask[:, None] & (o_d < D)[None, :]
+def _load_tile(x_ptr, i_t, head, stride_t, stride_h, mask, SIDE: tl.constexpr):
+    """Rows of one head of ``x [T, H, D]`` as `encode` takes them, zero outside.
+
+    The order of the dimensions is the order in which they are dealt out: eight neighbours to a
+    thread, units and then rows to threads, and parts of a unit to the same thread again. So
+    a thread holds whole units, and hardly anything moves between threads.
+    """
+    UNIT: tl.constexpr = 16 if SIDE.block > 0 else 8
+    unit = tl.arange(0, SIDE.pad // UNIT)[:, None, None, None]
+    part = tl.arange(0, UNIT // 8)[None, None, :, None]
+    o_d = unit * UNIT + part * 8 + tl.arange(0, 8)[None, None, None, :]
+    p_x = x_ptr + head.to(tl.int64) * stride_h + i_t[None, :, None, None] * stride_t + o_d
+    m_x = mask[None, :, None, None] & (unit < SIDE.dim // UNIT)
     return to_float32(tl.load(p_x, mask=m_x, other=0.0))
 
 
@@ -73,8 +82,9 @@ def _store_side(
 ):
     """Quantize one head of K or V and write it into its slots."""
     slot = tl.load(slots_ptr + i_t, mask=m_t, other=0).to(tl.int64)  # [BLOCK_T]
+    # Reading does not wait for the slots.
+    x = _load_tile(x_ptr, i_t, head, stride_t, stride_h, m_t, SIDE)
     m_t = m_t & (slot > 0) & (slot < num_slots)
-    x = _load_tile(x_ptr, i_t, head, stride_t, stride_h, m_t, SIDE.dim, SIDE.pad)
     global_scale = tl.load(global_ptr) if SIDE.fmt == "nvfp4" else 1.0
     data, scale = encode(x, global_scale, SIDE, HARDWARE)
     store_rows(data_ptr, scale_ptr, slot, head, m_t, data, scale, SIDE)
@@ -149,7 +159,7 @@ def store_kernel(
     else:
         if Q is not None:
             head = i_h - 2 * K.heads
-            x = _load_tile(q_ptr, i_t, head, q_stride_t, q_stride_h, m_t, Q.dim, Q.pad)
+            x = _load_tile(q_ptr, i_t, head, q_stride_t, q_stride_h, m_t, Q)
             data, scale = encode(x, 1.0, Q, HARDWARE)
             store_rows(q_data_ptr, q_scale_ptr, i_t, head, m_t, data, scale, Q)
 
