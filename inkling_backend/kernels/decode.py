@@ -35,6 +35,7 @@ from inkling_backend.kernels.configs import (
 )
 from inkling_backend.kernels.plan import WorkList, load_record
 from inkling_backend.kernels.tile import (
+    finite_or_nan,
     normalizer,
     raw_logits,
     soft_cap,
@@ -256,7 +257,8 @@ def store_split(
     m_out = m_row[:, None] & (i_d < V.dim)[None, :]
     if finished:
         factor = normalizer(v_global, top, total, sinks_ptr, q_head)
-        result = to_dtype(acc * factor[:, None], out_ptr.dtype.element_ty)
+        result = finite_or_nan(acc) * factor[:, None]
+        result = to_dtype(result, out_ptr.dtype.element_ty)
         tl.store(out_ptr + row[:, None] * V.dim + i_d[None, :], result, mask=m_out)
     else:
         tl.store(partial_ptr + part[:, None] * V.dim + i_d[None, :], acc, mask=m_out)

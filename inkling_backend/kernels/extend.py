@@ -32,6 +32,7 @@ from inkling_backend.kernels.configs import KernelConfig, extend_config
 from inkling_backend.kernels.tile import (
     dot,
     finite,
+    finite_or_nan,
     normalizer,
     raw_logits,
     soft_cap,
@@ -170,14 +171,16 @@ def _extend_kernel(
             hits = dot(seen, bad, tl.zeros([BLOCK_M, V_PAD], dtype=tl.float32))
             acc = tl.where(hits > 0.0, float("nan"), acc)
     # And an Inf that a row saw in a whole tile ends like that, too.
-    acc = tl.where(finite(acc), acc, float("nan"))
+    acc = finite_or_nan(acc)
     # A sum that is a product alone, as in `tile.soft_cap`.
     top = tl.fma(row_max, step_log2, 0.0)
     norm = normalizer(v_global, top, row_sum, sinks_ptr, head * GROUP + i_row % GROUP)
     i_d = tl.arange(0, V.pad)
     p_out = out_ptr + row[:, None] * V.dim + i_d[None, :]
     m_out = m_row[:, None] & (i_d < V.dim)[None, :]
-    tl.store(p_out, to_dtype(acc * norm[:, None], out_ptr.dtype.element_ty), mask=m_out)
+    # A row before position 0 sees nothing.
+    out = tl.where((last < 0)[:, None], 0.0, acc * norm[:, None])
+    tl.store(p_out, to_dtype(out, out_ptr.dtype.element_ty), mask=m_out)
 
 
 @lru_cache(maxsize=64)

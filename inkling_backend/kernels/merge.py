@@ -20,7 +20,7 @@ from inkling_backend.kernels.compile_case import CompileCase
 from inkling_backend.kernels.configs import SPLIT_CHUNKS, merge_tile
 from inkling_backend.kernels.decode import DecodeCall
 from inkling_backend.kernels.launch import early, wait_for_previous
-from inkling_backend.kernels.tile import fold, normalizer, to_dtype
+from inkling_backend.kernels.tile import finite_or_nan, fold, normalizer, to_dtype
 
 # Parts whose loads are issued together: enough to hide their latency.
 _AT_ONCE = 16
@@ -111,7 +111,8 @@ def _merge_kernel(
                     total = tl.fma(s_total, weight, total)
                     acc = tl.fma(s_acc, tl.broadcast_to(weight, [COLUMNS]), acc)
         p_out = out_ptr + (request.to(tl.int64) * Q_HEADS + head) * DV + i_d
-        out = acc * normalizer(v_global, base, total, sinks_ptr, head % (Q_HEADS // Q_LEN))
+        norm = normalizer(v_global, base, total, sinks_ptr, head % (Q_HEADS // Q_LEN))
+        out = tl.where(parts == 0, 0.0, finite_or_nan(acc) * norm)
         tl.store(p_out, to_dtype(out, out_ptr.dtype.element_ty), mask=m_d)
 
 
