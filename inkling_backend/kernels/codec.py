@@ -297,7 +297,7 @@ def _half_up_nibbles(x, factor):
             .reg .f32 value; .reg .b32 bits, code;
             fma.rz.f32 value, $1, $2, 0f00000000; mul.rz.f32 value, value, 0f00800000;
             mov.b32 bits, value; mad.lo.s32 code, bits, 64, 0x08000000;
-            lop3.b32 $0, code, bits, 0x80000000, 0xac;
+            lop3.b32 $0, code, bits, 0x80000000, 0xd8;
             }""",
             "=r,r,r",
             [x, factor],
