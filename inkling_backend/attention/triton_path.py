@@ -50,7 +50,7 @@ class _Decoder(NamedTuple):
         capability: Capability | None,
     ) -> _Decoder:
         layout = spec.layout
-        config = config_for(layout, spec.group * q_len, spec.dtype, capability)
+        config = config_for(layout, spec.group, q_len, spec.dtype, capability)
         sizes = (spec.num_q_heads * q_len, layout, max_batch, max_context)
         if config is None:
             return cls(decode, split_rule(*sizes))
@@ -90,7 +90,7 @@ class TritonPath:
             )
             for q_len in {1, max_q_len}
         }
-        parts = max(decoder.rule.most_parts for decoder in self._decoders.values())
+        items = max(decoder.rule.most_items for decoder in self._decoders.values())
         max_pages = -(-max_context // layout.page_size)
 
         def ints(*shape: int) -> torch.Tensor:
@@ -98,12 +98,12 @@ class TritonPath:
 
         self._decode_pages = ints(max_batch, max_pages)
         self._decode_lens = ints(max_batch)
-        self._work = WorkList.empty(parts, max_batch, device)
+        self._work = WorkList.empty(items, max_batch, device)
         self._extend_pages = ints(max_batch, max_pages)
         self._extend_lens = ints(max_batch)
         self._qo_indptr = ints(max_batch + 1)
 
-        rows = max(each.rule.most_parts * q_len for q_len, each in self._decoders.items())
+        rows = max(each.rule.most_items * q_len for q_len, each in self._decoders.items())
         self._partial = Partial.empty(rows, spec.num_q_heads, layout.v_head_dim, device)
 
         self._flashinfer: FlashInferExtend | None = None

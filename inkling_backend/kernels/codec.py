@@ -4,7 +4,7 @@ The only Triton code that knows what a bit means. Everything is integer and floa
 that every architecture and the interpreter agree with `inkling_backend.formats`.
 
 A `Side` says what a row looks like. Tiles are ``side.pad`` wide; columns from ``side.dim`` on are
-zero when read and must be zero when encoded.
+zero when read, and what they encode to is not written.
 """
 
 from __future__ import annotations
@@ -276,28 +276,31 @@ def _round_codes(value, MAN: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr
 
 
 @triton.jit
-def _half_up_nibbles(x, factor):
-    """E2M1 codes of ``x * factor``, magnitudes <= 6, ties away from zero; in bits 31..28.
+def _half_up_words(x, factor):
+    """E2M1 codes of ``x * factor``, magnitudes <= 6, ties away from zero.
 
     Args:
-        x: float32 tile.
+        x: float32 ``[U, R, C, 8]``.
         factor: float32 powers of two, of x's shape.
+
+    Returns:
+        int32 ``[U, R, C]``, eight codes each, the first lowest.
     """
     if INTERPRETED:  # has no directed rounding
         value = tl.abs(x) * factor
         normal = ((value.to(tl.int32, bitcast=True) + (1 << 21)) >> 22) - 252
         low = tl.where(value >= 0.75, 2, tl.where(value >= 0.25, 1, 0))
         code = tl.where(value < 1.0, low, tl.minimum(normal, 7))
-        return (code << 28) | tl.where(x < 0, _SIGN_BIT, 0)
+        nibble = (code << 28) | tl.where(x < 0, _SIGN_BIT, 0)
     else:
         # Times 2**-126, bits 24..22 of a float32 are the code, subnormals included. Rounding to
         # zero passes no bound. Adding zero leaves -0.0 without a sign.
-        return tl.inline_asm_elementwise(
+        nibble = tl.inline_asm_elementwise(
             """{
             .reg .f32 value; .reg .b32 bits, code;
             fma.rz.f32 value, $1, $2, 0f00000000; mul.rz.f32 value, value, 0f00800000;
             mov.b32 bits, value; mad.lo.s32 code, bits, 64, 0x08000000;
-            lop3.b32 $0, code, bits, 0x80000000, 0xac;
+            lop3.b32 $0, code, bits, 0x80000000, 0xd8;
             }""",
             "=r,r,r",
             [x, factor],
@@ -305,64 +308,7 @@ def _half_up_nibbles(x, factor):
             is_pure=True,
             pack=1,
         )
-
-
-@triton.jit
-def _inverse(x):
-    """``1 / x``, float32 to nearest even."""
-    return tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=r,r", [x], tl.float32, True, 1)
-
-
-@triton.jit
-def _even_nibbles(x, step):
-    """E2M1 codes of ``x / step``, ties to even, saturating; in bits 31..28.
-
-    Codes rise by one per 0.5 up to 2, per 1 up to 4, per 2 up to 6: the least of three lines, each
-    rounded by the addition of a number whose last bit is worth 1. All products are exact.
-
-    Args:
-        x: float32 ``[U, R, C, 8]``.
-        step: float32 ``[U, R]``, positive, 2**-64 to 2**126 unless interpreted.
-    """
-    if INTERPRETED:  # has no fused multiply-add
-        sign = tl.where(x < 0, _SIGN_BIT, 0)
-        value = tl.abs(tl.div_rn(x, tl.broadcast_to(step[:, :, None, None], x.shape)))
-    else:
-        # One division a block; its elements' quotients are corrected by their exact remainder.
-        inverse = tl.broadcast_to(_inverse(step)[:, :, None, None], x.shape)
-        minus_step = tl.broadcast_to(-step[:, :, None, None], x.shape)
-        value = tl.fma(x, inverse, 0.0)  # adding zero leaves -0.0 without a sign
-        sign = value.to(tl.int32, bitcast=True) & _SIGN_BIT
-        value = tl.abs(tl.fma(tl.fma(value, minus_step, x), inverse, value))
-    MAGIC: tl.constexpr = 12582912.0  # 1.5 * 2**23
-    # As integers, which order alike; NaN, from infinite quotients, is the greatest.
-    line0 = tl.fma(value, 2.0, MAGIC).to(tl.int32, bitcast=True)
-    line1 = (value + (MAGIC + 2)).to(tl.int32, bitcast=True)
-    line2 = tl.fma(value, 0.5, MAGIC + 4).to(tl.int32, bitcast=True)
-    code = tl.minimum(tl.minimum(tl.minimum(line0, line1), line2), _MAGIC_BITS + 7)
-    return (code << 28) | sign
-
-
-@triton.jit
-def _pack_nibbles(nibble):
-    """Words of eight codes each, the first lowest.
-
-    Args:
-        nibble: int32 ``[U, R, C, 8]``, codes in bits 31..28; other bits are ignored.
-
-    Returns:
-        int32 ``[U, R, C]``.
-    """
-    U: tl.constexpr = nibble.shape[0]
-    R: tl.constexpr = nibble.shape[1]
-    C: tl.constexpr = nibble.shape[2]
-    even, odd = tl.split(tl.reshape(nibble, (U, R, C, 2, 2, 2)))
-    e0, e2 = tl.split(even)  # elements 0 and 4, 2 and 6
-    e1, e3 = tl.split(odd)
-    n0, n4 = tl.split(e0)
-    n2, n6 = tl.split(e2)
-    n1, n5 = tl.split(e1)
-    n3, n7 = tl.split(e3)
+    n0, n1, n2, n3, n4, n5, n6, n7 = _neighbours(nibble)
     word = _shift_in(_shift_in(_shift_in(n7.to(tl.uint32, bitcast=True) >> 28, n6), n5), n4)
     word = _shift_in(_shift_in(_shift_in(_shift_in(word, n3), n2), n1), n0)
     return word.to(tl.int32, bitcast=True)
@@ -372,6 +318,104 @@ def _pack_nibbles(nibble):
 def _shift_in(word, nibble):
     """``word`` moved up by four bits, and bits 31..28 of ``nibble`` below: one funnel shift."""
     return (word << 4) | (nibble.to(tl.uint32, bitcast=True) >> 28)
+
+
+@triton.jit
+def _neighbours(x):
+    """``[U, R, C, 8]`` to the eight ``[U, R, C]`` along the last axis."""
+    U: tl.constexpr = x.shape[0]
+    R: tl.constexpr = x.shape[1]
+    C: tl.constexpr = x.shape[2]
+    even, odd = tl.split(tl.reshape(x, (U, R, C, 2, 2, 2)))
+    x04, x26 = tl.split(even)
+    x15, x37 = tl.split(odd)
+    x0, x4 = tl.split(x04)
+    x1, x5 = tl.split(x15)
+    x2, x6 = tl.split(x26)
+    x3, x7 = tl.split(x37)
+    return x0, x1, x2, x3, x4, x5, x6, x7
+
+
+@triton.jit
+def _sign_bit(bits, to):
+    return ((bits >> 31) & 1) << to
+
+
+@triton.jit
+def _signed_words(value, code):
+    """Words of eight codes 0..7 each, the first lowest, with the signs of ``value``.
+
+    Args:
+        value: float32 ``[U, R, C, 8]``.
+        code: int32 like value, plus _MAGIC_BITS.
+
+    Returns:
+        int32 ``[U, R, C]``.
+    """
+    v0, v1, v2, v3, v4, v5, v6, v7 = _neighbours(value.to(tl.int32, bitcast=True))
+    c0, c1, c2, c3, c4, c5, c6, c7 = _neighbours(code)
+    low = ((c3 * 16 + c2) * 16 + c1) * 16 + c0
+    high = ((c7 * 16 + c6) * 16 + c5) * 16 + c4
+    word = (high << 16) + low - 0x3F400000
+    if INTERPRETED:
+        even = _sign_bit(v0, 3) | _sign_bit(v2, 11) | _sign_bit(v4, 19) | _sign_bit(v6, 27)
+        sign = even | _sign_bit(v1, 7) | _sign_bit(v3, 15) | _sign_bit(v5, 23) | _sign_bit(v7, 31)
+    else:
+        # A byte of each sign, those of even and of odd elements apart.
+        sign = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, c, d;
+            prmt.b32 a, $1, $3, 0x00fb; prmt.b32 b, $5, $7, 0x00fb; prmt.b32 a, a, b, 0x5410;
+            prmt.b32 c, $2, $4, 0x00fb; prmt.b32 d, $6, $8, 0x00fb; prmt.b32 c, c, d, 0x5410;
+            lop3.b32 a, a, c, 0x0f0f0f0f, 0xe4; and.b32 $0, a, 0x88888888;
+            }""",
+            "=r,r,r,r,r,r,r,r,r",
+            [v0, v1, v2, v3, v4, v5, v6, v7],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    return word | sign
+
+
+@triton.jit
+def _inverse(x):
+    """``1 / x``, float32 to nearest even."""
+    return tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=r,r", [x], tl.float32, True, 1)
+
+
+@triton.jit
+def _even_words(x, step):
+    """E2M1 codes of ``x / step``, ties to even, saturating.
+
+    Codes rise by one per 0.5 up to 2, per 1 up to 4, per 2 up to 6: the least of three lines, each
+    rounded by the addition of a number whose last bit is worth 1. All products are exact.
+
+    Args:
+        x: float32 ``[U, R, C, 8]``.
+        step: float32 ``[U, R]``, positive, 2**-64 to 2**126 unless interpreted.
+
+    Returns:
+        int32 ``[U, R, C]``, eight codes each, the first lowest.
+    """
+    # Adding zero leaves -0.0 without a sign.
+    if INTERPRETED:  # has no fused multiply-add
+        signed = x + 0.0
+        value = tl.div_rn(x, tl.broadcast_to(step[:, :, None, None], x.shape))
+    else:
+        # One division a block; its elements' quotients are corrected by their exact remainder.
+        inverse = tl.broadcast_to(_inverse(step)[:, :, None, None], x.shape)
+        minus_step = tl.broadcast_to(-step[:, :, None, None], x.shape)
+        signed = tl.fma(x, inverse, 0.0)
+        value = tl.fma(tl.fma(signed, minus_step, x), inverse, signed)
+    value = tl.abs(value)
+    MAGIC: tl.constexpr = 12582912.0  # 1.5 * 2**23
+    # As integers, which order alike; NaN, from infinite quotients, is the greatest.
+    line0 = tl.fma(value, 2.0, MAGIC).to(tl.int32, bitcast=True)
+    line1 = (value + (MAGIC + 2)).to(tl.int32, bitcast=True)
+    line2 = tl.fma(value, 0.5, MAGIC + 4).to(tl.int32, bitcast=True)
+    code = tl.minimum(tl.minimum(tl.minimum(line0, line1), line2), _MAGIC_BITS + 7)
+    return _signed_words(signed, code)
 
 
 @triton.jit
@@ -467,7 +511,7 @@ def encode(x, global_scale, SIDE: tl.constexpr, HARDWARE: tl.constexpr):
 
     Args:
         x: ``[U, R, C, 8]`` float32, from `to_float32`: element ``8 * c + i`` of each unit of
-            ``8 * C`` at ``[:, :, c, i]``; zero in the padding units. A unit is a block, half a
+            ``8 * C`` at ``[:, :, c, i]``. A unit is a block, half a
             block (mxfp8) or anything (bf16).
         global_scale: float32 scalar, positive; read by nvfp4 only.
         SIDE: a `Side`.
@@ -495,7 +539,7 @@ def encode(x, global_scale, SIDE: tl.constexpr, HARDWARE: tl.constexpr):
             # e + 127 with e the smallest integer such that amax <= 1.5 * 2**2 * 2**e.
             byte = tl.maximum(((amax + 0x3FFFFF) >> 23) - 2, 94)
             factor = _power_of_two(254 - byte)[:, :, None, None]
-            word = _pack_nibbles(_half_up_nibbles(x, tl.broadcast_to(factor, x.shape)))
+            word = _half_up_words(x, tl.broadcast_to(factor, x.shape))
             byte = tl.where(whole, byte, _E8M0_NAN)
             live = whole
         else:
@@ -510,7 +554,7 @@ def encode(x, global_scale, SIDE: tl.constexpr, HARDWARE: tl.constexpr):
                     global_scale *= _RAISE
                     x *= _RAISE
                     step = tl.maximum(step * _RAISE, _LEAST_STEP)
-            word = _pack_nibbles(_even_nibbles(x, step))
+            word = _even_words(x, step)
             byte = tl.where(whole, byte, _E4M3_NAN)
         return tl.where(live[:, :, None], word, 0), byte.to(tl.uint8)
 

@@ -32,8 +32,8 @@ SPLIT_PROGRAMS = 128
 CHUNK_TOKENS, CHUNKED_SPLIT_TOKENS = 128, 1024
 SPLIT_CHUNKS = CHUNKED_SPLIT_TOKENS // CHUNK_TOKENS
 
-# Chunks times KV heads of a batch up to which each chunk may leave a partial result of its own.
-CHUNK_PARTS = 4096
+# Chunks times KV heads of a batch up to which its chunks may be work items.
+CHUNK_PROGRAMS = 4096
 
 # Programs of a merge launch, about: an H200 starts two thousand in a microsecond.
 MERGE_PROGRAMS = 2048
@@ -50,10 +50,9 @@ class SplitRule(NamedTuple):
 
     The result is a sum over splits, cut by the request's own length alone. A split may be a sum
     over chunks, added in order wherever it happens: by the work item that computes the split, or,
-    where each chunk leaves a partial result, by the merge. So bits never depend on the batch, while
-    `plan` chooses by the batch what leaves a partial result and how much is one work item.
+    in a batch whose work items are chunks, by the merge. So bits never depend on the batch.
 
-    There is one exception: a batch that would need more than ``most_parts`` partial results has its
+    There is one exception: a batch that would need more than ``most_items`` work items has its
     splits doubled until it does not. That takes lengths which sum to many times what a GPU holds.
 
     Attributes:
@@ -61,20 +60,21 @@ class SplitRule(NamedTuple):
         max_tokens: tokens of the longest, likewise.
         target: splits that a request should have before they grow beyond ``min_tokens``.
         step: splits are multiples of this many tokens, a chunk if there are chunks.
-        most_parts: partial results that buffers have room for; no fewer than requests.
-        most_chunks: chunks of a batch up to which they may be its parts; 0 if splits always are.
+        most_items: work items that buffers have room for; no fewer than requests.
+        most_chunks: chunks of a batch up to which they may be its work items; 0 if splits always
+            are. What follows decides whether they are.
         heads: KV heads.
-        programs: work items that run at once, one head of each; 0 if every item is one split.
+        programs: heads of work items that run at once.
     """
 
     min_tokens: int
     max_tokens: int
     target: int
     step: int
-    most_parts: int
+    most_items: int
     most_chunks: int = 0
     heads: int = 1
-    programs: int = 0
+    programs: int = 1
 
     def split_tokens(self, length: int) -> int:
         """Tokens of one split of a request of ``length`` tokens (`plan.split_tokens` in Python)."""
@@ -105,7 +105,7 @@ def chunked_split_rule(
 ) -> SplitRule:
     """The split rule of one runner for `decode_fast`, whose grid has ``programs`` programs."""
     tokens, heads = CHUNKED_SPLIT_TOKENS, layout.num_kv_heads
-    chunks = CHUNK_PARTS // heads
+    chunks = CHUNK_PROGRAMS // heads
     most = max(chunks, max_batch * -(-max_context // tokens))
     most = min(most, _affordable(num_q_heads, layout, max_batch))
     return SplitRule(tokens, tokens, 1, CHUNK_TOKENS, most, min(chunks, most), heads, programs)
@@ -155,7 +155,7 @@ def decode_config(rows: int, layout: CacheLayout) -> KernelConfig:
     return KernelConfig(rows, 32, warps, num_stages=3, programs_per_sm=3)
 
 
-def fast_decode_config(rows: int, layout: CacheLayout) -> KernelConfig | None:
+def fast_decode_config(group: int, q_len: int, layout: CacheLayout) -> KernelConfig | None:
     """`decode_fast`: few warps and deep pipelines, as many programs as an SM holds; None where it
     would not have enough registers.
 
@@ -165,12 +165,16 @@ def fast_decode_config(rows: int, layout: CacheLayout) -> KernelConfig | None:
     a tile, so that seven stages hold three tiles, five hold two.
 
     Args:
-        rows: query heads of one KV head, times query tokens.
+        group: query heads of one KV head.
+        q_len: query tokens of a request; as many as fit are the rows of one program.
     """
-    rows = max(8, 1 << (rows - 1).bit_length())
     bits = max(layout.k_format.element_bits, layout.v_format.element_bits)
-    tile = _FAST_DECODE.get((rows, bits, max(layout.k_head_dim, layout.v_head_dim)))
-    return None if tile is None else KernelConfig(rows, *tile)
+    head_dim = max(layout.k_head_dim, layout.v_head_dim)
+    for shares in range(1, q_len + 1):
+        rows = max(8, 1 << (group * -(-q_len // shares) - 1).bit_length())
+        if (rows, bits, head_dim) in _FAST_DECODE:
+            return KernelConfig(rows, *_FAST_DECODE[rows, bits, head_dim])
+    return None
 
 
 # (rows, bits of the wider side's elements, head_dim) -> tokens, warps, stages, programs an SM: as

@@ -46,15 +46,15 @@ from inkling_backend.kernels.tile import (
 
 
 class Partial(NamedTuple):
-    """Partial results.
+    """Partial results of work items.
 
     Shapes are those for one query token; for several, the tokens come before the heads.
 
-    out: ``[parts, Hq, Dv]`` float32, sum of the rows of V times their exponentials, without the
+    out: ``[items, Hq, Dv]`` float32, sum of the rows of V times their exponentials, without the
         global scale of V.
-    top: ``[parts, Hq]`` float32, the largest logit, to base 2; -inf if the part has none.
-    total: ``[parts, Hq]`` float32, sum of the exponentials of two, relative to ``top``.
-    failures: ``[1]`` int32, parts that `decode_fast` left to `decode_redo`; 0 between steps.
+    top: ``[items, Hq]`` float32, the largest logit, to base 2; -inf if the item has none.
+    total: ``[items, Hq]`` float32, sum of the exponentials of two, relative to ``top``.
+    failures: ``[1]`` int32, items that `decode_fast` left to `decode_redo`; 0 between steps.
     """
 
     out: torch.Tensor
@@ -63,9 +63,9 @@ class Partial(NamedTuple):
     failures: torch.Tensor
 
     @classmethod
-    def empty(cls, parts: int, q_heads: int, v_head_dim: int, device: torch.device) -> Partial:
-        """Buffers for so many parts."""
-        rows = (parts, q_heads)
+    def empty(cls, items: int, q_heads: int, v_head_dim: int, device: torch.device) -> Partial:
+        """Buffers for so many work items."""
+        rows = (items, q_heads)
         return cls(
             torch.empty((*rows, v_head_dim), dtype=torch.float32, device=device),
             torch.empty(rows, dtype=torch.float32, device=device),
@@ -80,7 +80,7 @@ class DecodeCall(NamedTuple):
     query: ``[B * q_len, Hq, Dk]``.
     page_table, seq_lens, work: as `plan.plan_decode` left them.
     batch: requests.
-    partial: room for every part.
+    partial: room for every work item.
     out: ``[B * q_len, Hq, Dv]`` bfloat16 or float16.
     layer: what the layer asks for; several tokens are causal.
     q_len: query tokens of each request, the last ones of it.
@@ -147,21 +147,24 @@ def decode_case(
 
 @triton.jit
 def query_rows(
-    BLOCK_M: tl.constexpr, GROUP: tl.constexpr, Q_LEN: tl.constexpr, HEADS: tl.constexpr
+    first, BLOCK_M: tl.constexpr, GROUP: tl.constexpr, Q_LEN: tl.constexpr, HEADS: tl.constexpr
 ):
-    """The rows of a program, the group of the first token first.
+    """The rows of a program: the group of one query token after the other.
+
+    Args:
+        first: the first of its query tokens.
 
     Returns:
         (mask ``[M]``, query token ``[M]``, head within the group ``[M]``, offset ``[M]`` of the row
         from that of the group's first head and token).
     """
     i_m = tl.arange(0, BLOCK_M)
-    token = i_m // GROUP
+    token = first + i_m // GROUP
     i_g = i_m % GROUP
     offset = i_m
     if Q_LEN > 1:
         offset = token * (HEADS * GROUP) + i_g
-    return i_m < GROUP * Q_LEN, token, i_g, offset
+    return (token < Q_LEN) & (i_m < BLOCK_M // GROUP * GROUP), token, i_g, offset
 
 
 @triton.jit
@@ -246,7 +249,7 @@ def store_split(
     finished,
     V: tl.constexpr,
 ):
-    """Result of a part: the output if ``finished``, else the partial result.
+    """Result of a work item: the output if ``finished``, else the partial result.
 
     Args:
         row, part: ``[M]`` int64, rows of the output and of the partial results.
@@ -306,13 +309,14 @@ def _decode_kernel(
     if v_global_ptr is not None:
         v_global = tl.load(v_global_ptr)
     ROWS: tl.constexpr = Q_LEN * K.heads * GROUP
-    m_m, token, i_g, offset = query_rows(BLOCK_M, GROUP, Q_LEN, K.heads)
+    m_m, token, i_g, offset = query_rows(0, BLOCK_M, GROUP, Q_LEN, K.heads)
 
     items = tl.load(sizes_ptr) * K.heads
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         # Neighbouring programs take neighbouring heads of the same tokens.
+        work = item // K.heads
         head = item % K.heads
-        request, start, end, part, whole = load_record(work_ptr, item // K.heads)
+        request, start, end, whole = load_record(work_ptr, work)
         row = request.to(tl.int64) * ROWS + head * GROUP + offset  # [M]
         q = load_query(q_ptr, q_scale_ptr, row, m_m, QUANTIZED, K.dim, K.pad)
         newest = tl.load(seq_lens_ptr + request) - Q_LEN
@@ -339,7 +343,7 @@ def _decode_kernel(
             K=K,
             V=V,
         )
-        part = part.to(tl.int64) * ROWS + head * GROUP + offset  # [M]
+        part = work.to(tl.int64) * ROWS + head * GROUP + offset  # [M]
         store_split(
             partial_ptr,
             top_ptr,
@@ -362,7 +366,7 @@ def _decode_kernel(
 def decode(call: DecodeCall) -> None:
     """Attention of requests with one query token or a few; one launch, graph-capturable.
 
-    Writes ``call.out`` of requests of one part, and the partial results of the others, which
+    Writes ``call.out`` of requests of one work item, and the partial results of the others, which
     `merge.merge` finishes.
     """
     config = decode_config(call.rows, call.cache.layout)

@@ -6,11 +6,11 @@ accelerator as 16-bit words and become float16 without moving between lanes (`co
 two warps a program, many programs an SM.
 
 float16 does not hold everything that the formats do. So this kernel is optimistic: if anything in a
-part, or in dead slots of its last tile, was out of range or not a number, its sums are not finite.
-Then it marks the part, and `decode_redo` computes it again, exactly.
+work item, or in dead slots of its last tile, was out of range or not a number, its sums are not
+finite. Then it marks the item, and `decode_redo` computes it again, exactly.
 
-A work item is one or more parts, each a chunk or a split (`plan.WorkList`). Sums start anew with
-every chunk and are folded in order, as `merge` does it with chunks that were parts.
+A work item is one chunk or one split (`configs.SplitRule`). Sums start anew with every chunk and
+are folded in order, as `merge` does it with chunks that were work items.
 """
 
 from __future__ import annotations
@@ -144,28 +144,6 @@ def _store(pointer, row, acc, factor, mask, DIM: tl.constexpr):
 
 
 @triton.jit
-def _store_part(
-    partial_ptr,
-    top_ptr,
-    total_ptr,
-    failures_ptr,
-    part,
-    mask,
-    top,
-    total,
-    acc,
-    V_FMT: tl.constexpr,
-    DIM: tl.constexpr,
-):
-    """A partial result (`decode.Partial`) to rows ``[M]``, marked for `decode_redo` if need be."""
-    finite = _count_failure(failures_ptr, acc, total)
-    tl.store(total_ptr + part, tl.where(finite, total, float("nan")), mask=mask)
-    tl.store(top_ptr + part, top, mask=mask)
-    factor = tl.full(top.shape, unshift(V_FMT), tl.float32)
-    _store(partial_ptr, part, acc, factor, mask, DIM)
-
-
-@triton.jit
 def _fold(top, total, acc, chunk_top, chunk_total, chunk_acc):
     """Adds the sums of a chunk to those of the split (`tile.fold`)."""
     top, total, w, w_chunk = fold(top, total, chunk_top, chunk_total)
@@ -242,16 +220,17 @@ def _decode_fast_kernel(
     if v_global_ptr is not None:
         v_global = tl.load(v_global_ptr)
     ROWS: tl.constexpr = Q_LEN * K.heads * GROUP
-    m_m, token, i_g, offset = query_rows(BLOCK_M, GROUP, Q_LEN, K.heads)
+    # Programs side by side take the query tokens that do not fit one of them, of the same K and V.
+    TOKENS: tl.constexpr = BLOCK_M // GROUP
+    SHARES: tl.constexpr = (Q_LEN + TOKENS - 1) // TOKENS
     i_n = tl.arange(0, BLOCK_N)
 
-    part_tokens = tl.load(sizes_ptr + 1)
-    items = tl.load(sizes_ptr) * K.heads
+    items = tl.load(sizes_ptr) * (K.heads * SHARES)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        head = item % K.heads
-        request, start, end, first_part, whole = load_record(work_ptr, item // K.heads)
-        part = first_part.to(tl.int64) * ROWS + head * GROUP + offset  # [M]
-        part_end = start + part_tokens
+        work = item // (K.heads * SHARES)
+        head = item // SHARES % K.heads
+        m_m, token, i_g, offset = query_rows(item % SHARES * TOKENS, BLOCK_M, GROUP, Q_LEN, K.heads)
+        request, start, end, whole = load_record(work_ptr, work)
         table_ptr = page_table_ptr + request.to(tl.int64) * MAX_PAGES
         row = request.to(tl.int64) * ROWS + head * GROUP + offset  # [M]
         if K_FMT == "bf16":
@@ -273,13 +252,6 @@ def _decode_fast_kernel(
         if window is not None:
             oldest = newest - window
             start = tl.maximum(start, oldest // BLOCK_N * BLOCK_N)
-            while (part_end <= start) & (part_end < end):
-                _store_part(
-                    *(partial_ptr, top_ptr, total_ptr, failures_ptr, part, m_m),
-                    *(top, total, acc, V_FMT, V.dim),
-                )
-                part += ROWS
-                part_end += part_tokens
         for tile in range(start, end, BLOCK_N):
             page = tl.load(table_ptr + tile // K.page)
             first = tl.multiple_of(tile % K.page, BLOCK_N)
@@ -341,28 +313,20 @@ def _decode_fast_kernel(
                 top = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
                 total = tl.zeros([BLOCK_M], dtype=tl.float32)
                 acc = _zeros(WV, BLOCK_M, CV)
-            if (tile + BLOCK_N == part_end) & (part_end < end):
-                _store_part(
-                    *(partial_ptr, top_ptr, total_ptr, failures_ptr, part, m_m),
-                    *(split_top, split_total, split_acc, V_FMT, V.dim),
-                )
-                part += ROWS
-                part_end += part_tokens
-                split_top, split_total, split_acc = top, total, acc
         # A last chunk that is not whole; after a whole one this changes nothing.
         top, total, acc = _fold(split_top, split_total, split_acc, top, total, acc)
 
+        finite = _count_failure(failures_ptr, acc, total)
+        part = work.to(tl.int64) * ROWS + head * GROUP + offset  # [M]
+        tl.store(total_ptr + part, tl.where(finite, total, float("nan")), mask=m_m)
         if whole:
-            finite = _count_failure(failures_ptr, acc, total)
-            tl.store(total_ptr + part, tl.where(finite, total, float("nan")), mask=m_m)
             q_head = head * GROUP + i_g
             factor = normalizer(v_global, top, total, sinks_ptr, q_head) * unshift(V_FMT)
             _store(out_ptr, row, acc, factor, m_m, V.dim)
         else:
-            _store_part(
-                *(partial_ptr, top_ptr, total_ptr, failures_ptr, part, m_m),
-                *(top, total, acc, V_FMT, V.dim),
-            )
+            factor = tl.full([BLOCK_M], unshift(V_FMT), tl.float32)
+            _store(partial_ptr, part, acc, factor, m_m, V.dim)
+            tl.store(top_ptr + part, top, mask=m_m)
 
 
 def _words(side: SideLayout, data: torch.Tensor, block_n: int) -> TensorDescriptor:
@@ -373,14 +337,19 @@ def _words(side: SideLayout, data: torch.Tensor, block_n: int) -> TensorDescript
 
 
 def config_for(
-    layout: CacheLayout, rows: int, dtype: torch.dtype, capability: Capability | None
+    layout: CacheLayout,
+    group: int,
+    q_len: int,
+    dtype: torch.dtype,
+    capability: Capability | None,
 ) -> KernelConfig | None:
     """How this kernel serves such a model on such a GPU; None where `decode.decode` must.
 
     Args:
-        rows: query heads of one KV head, times query tokens.
+        group: query heads of one KV head.
+        q_len: query tokens of a request.
     """
-    config = fast_decode_config(rows, layout)
+    config = fast_decode_config(group, q_len, layout)
     fits = (
         capability is not None
         and loads_tiles(capability)
@@ -397,7 +366,7 @@ def _constants(config: KernelConfig) -> dict[str, Any]:
 def decode_fast(call: DecodeCall) -> None:
     """Does what `decode.decode` does, in two launches, where there is a `config_for` it."""
     layout = call.cache.layout
-    config = fast_decode_config(call.rows, layout)
+    config = fast_decode_config(call.group, call.q_len, layout)
     assert config is not None
     _decode_fast_kernel[(persistent_programs(config, call.out.device),)](
         *call.arguments(),
@@ -405,7 +374,7 @@ def decode_fast(call: DecodeCall) -> None:
         _words(layout.v, call.cache.v_data, config.block_n),
         **call.constants(),
         **_constants(config),
-        **early(call.out.device),
+        **early(call.out.device, call.batch),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -417,7 +386,7 @@ def compile_cases() -> Iterator[CompileCase]:
     for example in examples():
         layout = example.layout
         dtype = torch.bfloat16 if example.dtype == "bf16" else torch.float16
-        config = config_for(layout, example.rows, dtype, ASYNC_TILES_CAPABILITY)
+        config = config_for(layout, example.group, example.q_len, dtype, ASYNC_TILES_CAPABILITY)
         if config is None:
             continue
         sides = (("k_words", layout.k), ("v_words", layout.v))

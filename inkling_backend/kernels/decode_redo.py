@@ -1,8 +1,8 @@
 """Decode again, exactly: the splits that `decode_fast` could not hold in float16.
 
-`decode_fast` leaves NaN in the ``total`` of such a part and counts it in ``failures``. A split is
-computed again as a whole, by the arithmetic of `decode.py`, so that its bits do not depend on
-whether its parts were chunks: its first part takes the result, the others become empty.
+`decode_fast` leaves NaN in the ``total`` of such a work item and counts it in ``failures``. A split
+is computed again as a whole, by the arithmetic of `decode.py`, so that its bits do not depend on
+whether its work items were chunks: its first item takes the result, the others become empty.
 Nothing to do is the rule, and costs a launch that ends at once.
 """
 
@@ -16,7 +16,12 @@ import triton.language as tl
 from inkling_backend.kernels.arguments import examples
 from inkling_backend.kernels.codec import load_query
 from inkling_backend.kernels.compile_case import CompileCase
-from inkling_backend.kernels.configs import KernelConfig, decode_config, persistent_programs
+from inkling_backend.kernels.configs import (
+    CHUNKED_SPLIT_TOKENS,
+    KernelConfig,
+    decode_config,
+    persistent_programs,
+)
 from inkling_backend.kernels.decode import (
     DecodeCall,
     attend_split,
@@ -57,6 +62,7 @@ def _decode_redo_kernel(
     Q_LEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr,
     EARLY: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -71,23 +77,27 @@ def _decode_redo_kernel(
     if v_global_ptr is not None:
         v_global = tl.load(v_global_ptr)
     ROWS: tl.constexpr = Q_LEN * K.heads * GROUP
-    m_m, token, i_g, offset = query_rows(BLOCK_M, GROUP, Q_LEN, K.heads)
+    m_m, token, i_g, offset = query_rows(0, BLOCK_M, GROUP, Q_LEN, K.heads)
     i_d = tl.arange(0, V.pad)
 
-    part_tokens = tl.load(sizes_ptr + 1)
-    split_tokens = tl.load(sizes_ptr + 2)
+    split_parts = tl.load(sizes_ptr + 1)
     items = tl.load(sizes_ptr) * K.heads
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        work = item // K.heads
         head = item % K.heads
-        request, start, item_end, item_part, whole = load_record(work_ptr, item // K.heads)
+        request, start, end, whole = load_record(work_ptr, work)
         length = tl.load(seq_lens_ptr + request)
-        row = request.to(tl.int64) * ROWS + head * GROUP + offset  # [M]
-        # The splits whose first part lies in this item.
-        for split in range(tl.cdiv(start, split_tokens) * split_tokens, item_end, split_tokens):
-            end = tl.minimum(split + split_tokens, length)
-            parts = tl.cdiv(end - split, part_tokens)
-            part = (item_part + (split - start) // part_tokens).to(tl.int64)
-            part = part * ROWS + head * GROUP + offset  # [M]
+        # The first item of a split looks after all of them; a split whose items are chunks has
+        # SPLIT tokens.
+        parts = 1
+        leads = True
+        if split_parts > 1:
+            leads = start % SPLIT == 0
+            parts = tl.cdiv(tl.minimum(length - start, SPLIT), SPLIT // split_parts)
+            end = tl.minimum(start + SPLIT, length)
+        if leads:
+            row = request.to(tl.int64) * ROWS + head * GROUP + offset  # [M]
+            part = work.to(tl.int64) * ROWS + head * GROUP + offset  # [M]
             failed = tl.zeros([BLOCK_M], tl.int32)
             for i in range(0, parts):
                 total = tl.load(total_ptr + part + i * ROWS, mask=m_m, other=0.0)
@@ -106,7 +116,7 @@ def _decode_redo_kernel(
                     v_scale_ptr,
                     page_table_ptr + request.to(tl.int64) * MAX_PAGES,
                     head,
-                    split,
+                    start,
                     end,
                     newest,
                     oldest,
@@ -146,7 +156,11 @@ def _decode_redo_kernel(
 
 
 def _constants(config: KernelConfig) -> dict[str, int]:
-    return {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
+    return {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "SPLIT": CHUNKED_SPLIT_TOKENS,
+    }
 
 
 def decode_redo(call: DecodeCall) -> None:
@@ -156,7 +170,7 @@ def decode_redo(call: DecodeCall) -> None:
         *call.arguments(),
         **call.constants(),
         **_constants(config),
-        **early(call.out.device),
+        **early(call.out.device, call.batch),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

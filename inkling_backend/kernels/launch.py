@@ -27,9 +27,18 @@ def wait_for_previous(EARLY: tl.constexpr):
         gdc_wait()
 
 
-def early(device: torch.device) -> dict[str, Any]:
-    """The constexpr ``EARLY`` and the launch option of kernels in such a chain."""
+# Tokens of a batch up to which it pays. A grid that fills the GPU is placed in better order, which
+# memory likes, when the GPU is empty: NVFP4 loses 9% by it at 64 requests of 8k tokens on an H200.
+_MOST_TOKENS = 8
+
+
+def early(device: torch.device, tokens: int) -> dict[str, Any]:
+    """The constexpr ``EARLY`` and the launch option of kernels in such a chain.
+
+    Args:
+        tokens: query tokens of the batch.
+    """
     capability = capability_of(device)
-    if capability is None or not places_early(capability):
+    if tokens > _MOST_TOKENS or capability is None or not places_early(capability):
         return {"EARLY": False}
     return {"EARLY": True, "launch_pdl": True}

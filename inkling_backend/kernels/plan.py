@@ -23,14 +23,11 @@ from inkling_backend.kernels.configs import SplitRule
 class WorkList(NamedTuple):
     """What decode has to do, on the device; all int32.
 
-    A part is what leaves one partial result: a split, or a chunk where ``sizes`` says so. A work
-    item is some parts of one request, one after the other.
-
-    indptr: ``[max_batch + 1]``, first part of each request; the last one counts all parts.
-    sizes: ``[3]``: work items, tokens of a part, tokens of a split. Parts are chunks where the two
-        differ; both are 0 where the splits of each request have a length of their own.
-    records: ``[items, 4]``, of each work item (request, first token, end, its first part). The last
-        is ``~part`` (below 0) where the part is all of the request.
+    indptr: ``[max_batch + 1]``, first work item of each request; the last one counts all items.
+    sizes: ``[2]``: work items, and chunks of a split that has its chunks as work items (1 where
+        splits are).
+    records: ``[items, 4]``, of each work item (request, first token, end, whether it is all of the
+        request).
     """
 
     indptr: torch.Tensor
@@ -38,13 +35,13 @@ class WorkList(NamedTuple):
     records: torch.Tensor
 
     @classmethod
-    def empty(cls, parts: int, max_batch: int, device: torch.device) -> WorkList:
-        """Buffers for so many parts."""
+    def empty(cls, items: int, max_batch: int, device: torch.device) -> WorkList:
+        """Buffers for so many work items."""
 
         def ints(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        return cls(ints(max_batch + 1), ints(3), ints(parts, 4))
+        return cls(ints(max_batch + 1), ints(2), ints(items, 4))
 
 
 @triton.jit
@@ -57,12 +54,10 @@ def split_tokens(length, RULE: tl.constexpr):
 
 @triton.jit
 def load_record(work_ptr, item):
-    """(request, first token, end, first part, whether that is all of the request)."""
+    """(request, first token, end, whether that is all of the request) of a work item."""
     p_record = work_ptr + 4 * item
-    part = tl.load(p_record + 3)
-    whole = part < 0
-    part = tl.where(whole, ~part, part)
-    return tl.load(p_record), tl.load(p_record + 1), tl.load(p_record + 2), part, whole
+    whole = tl.load(p_record + 3) != 0
+    return tl.load(p_record), tl.load(p_record + 1), tl.load(p_record + 2), whole
 
 
 @triton.jit
@@ -93,35 +88,17 @@ def _count(
 
 
 @triton.jit
-def _choose(seq_lens_ptr, batch, shift, RULE: tl.constexpr, MAX_CONTEXT: tl.constexpr):
-    """(tokens of a part, tokens of a work item) by which a batch takes the least time, about.
+def _chunks_are_quicker(splits, chunks, RULE: tl.constexpr):
+    """Whether a batch takes less time, about, with chunks as work items. Changes no bit.
 
-    Programs take rounds of one work item each; an item costs its tokens and some more to begin and
-    end. Changes no bit of the result (`SplitRule`).
+    Programs take rounds of one item each. An item costs its tokens and some more to begin and end.
     """
-    ITEM_COST: tl.constexpr = 48  # tokens that an H200 reads in the 3 us of an item's begin and end
-    split = RULE.min_tokens << shift
-    best_part = split
-    best_item = split
-    least = tl.full([], 1 << 62, tl.int64)
-    _, chunks = _count(seq_lens_ptr, batch, 0, RULE.step, shift, RULE, MAX_CONTEXT)
-    for chunked in tl.static_range(2):
-        part = split
-        if chunked:
-            part = RULE.step
-        for power in tl.static_range(4):
-            item = part << power
-            _, items = _count(seq_lens_ptr, batch, 0, item, shift, RULE, MAX_CONTEXT)
-            rounds = tl.cdiv(items * RULE.heads, RULE.programs)
-            # Partial results of chunks are written and read: a sixteenth more bytes.
-            cost = rounds.to(tl.int64) * (item + ITEM_COST + chunked * (item // 16))
-            better = cost < least
-            if chunked:
-                better = better & (chunks <= RULE.most_chunks) & (item <= split)
-            least = tl.where(better, cost, least)
-            best_part = tl.where(better, part, best_part)
-            best_item = tl.where(better, item, best_item)
-    return best_part, best_item
+    ITEM_COST: tl.constexpr = 48  # tokens that an H200 reads meanwhile: 3 us
+    coarse = tl.cdiv(splits * RULE.heads, RULE.programs) * (RULE.min_tokens + ITEM_COST)
+    # What chunks leave to the merge is a sixteenth more bytes.
+    cost = RULE.step + RULE.step // 16 + ITEM_COST
+    fine = tl.cdiv(chunks * RULE.heads, RULE.programs) * cost
+    return (chunks <= RULE.most_chunks) & (fine < coarse)
 
 
 @triton.jit(do_not_specialize=["batch", "slot_stride"])
@@ -162,41 +139,37 @@ def _plan_kernel(
     last = request == batch - 1
     if RULE is not None:
         shift = 0
-        first, parts = _count(seq_lens_ptr, batch, request, None, shift, RULE, MAX_CONTEXT)
-        while parts > RULE.most_parts:
+        first, items = _count(seq_lens_ptr, batch, request, None, shift, RULE, MAX_CONTEXT)
+        splits = items
+        while items > RULE.most_items:
             shift += 1
-            first, parts = _count(seq_lens_ptr, batch, request, None, shift, RULE, MAX_CONTEXT)
-        split = split_tokens(length, RULE) << shift
-        part_tokens = split
-        item_tokens = split
-        first_item = first
-        items = parts
-        if RULE.programs > 0:
-            part_tokens, item_tokens = _choose(seq_lens_ptr, batch, shift, RULE, MAX_CONTEXT)
-            first, parts = _count(
-                seq_lens_ptr, batch, request, part_tokens, shift, RULE, MAX_CONTEXT
+            first, items = _count(seq_lens_ptr, batch, request, None, shift, RULE, MAX_CONTEXT)
+        tokens = split_tokens(length, RULE) << shift
+        parts = 1
+        if RULE.most_chunks > 0:
+            before, chunks = _count(
+                seq_lens_ptr, batch, request, RULE.step, shift, RULE, MAX_CONTEXT
             )
-            first_item, items = _count(
-                seq_lens_ptr, batch, request, item_tokens, shift, RULE, MAX_CONTEXT
-            )
-        own_parts = tl.cdiv(length, part_tokens)
+            if _chunks_are_quicker(splits, chunks, RULE):
+                first = before
+                items = chunks
+                tokens = tl.zeros([], tl.int32) + RULE.step
+                parts = RULE.min_tokens // RULE.step
+        own_items = tl.cdiv(length, tokens)
         tl.store(work_indptr_ptr + request, first)
-        tl.store(work_indptr_ptr + batch, parts, mask=last)
+        tl.store(work_indptr_ptr + batch, items, mask=last)
         tl.store(sizes_ptr, items, mask=last)
-        tl.store(sizes_ptr + 1, part_tokens if RULE.programs > 0 else 0, mask=last)
-        tl.store(sizes_ptr + 2, split if RULE.programs > 0 else 0, mask=last)
-        own_items = tl.cdiv(length, item_tokens)
+        tl.store(sizes_ptr + 1, parts, mask=last)
         for begin in range(0, own_items, BLOCK):
             i_item = begin + lane
             m_item = i_item < own_items
-            start = i_item * item_tokens
-            part = first + i_item * (item_tokens // part_tokens)
-            part = tl.where(own_parts == 1, ~part, part)
-            p_work = work_ptr + (first_item + i_item) * 4
-            tl.store(p_work, tl.zeros([BLOCK], tl.int32) + request, mask=m_item)
+            start = i_item * tokens
+            p_work = work_ptr + (first + i_item) * 4
+            none = tl.zeros([BLOCK], tl.int32)
+            tl.store(p_work, none + request, mask=m_item)
             tl.store(p_work + 1, start, mask=m_item)
-            tl.store(p_work + 2, tl.minimum(start + item_tokens, length), mask=m_item)
-            tl.store(p_work + 3, part, mask=m_item)
+            tl.store(p_work + 2, tl.minimum(start + tokens, length), mask=m_item)
+            tl.store(p_work + 3, none + (own_items == 1).to(tl.int32), mask=m_item)
     else:
         start = tl.load(qo_indptr_ptr + request).to(tl.int32)
         end = tl.load(qo_indptr_ptr + request + 1).to(tl.int32)

@@ -202,9 +202,9 @@ def test_workspace_is_counted(device: torch.device, monkeypatch: pytest.MonkeyPa
     rule = split_rule(4, world.layout, batch, 1024)
     if fast:
         rule = chunked_split_rule(4, world.layout, batch, 1024, programs=1000)
-    parts = rule.most_parts
-    ints = 2 * batch * pages + 2 * batch + 2 * (batch + 1) + 4 * parts + 4
-    assert runner.workspace_bytes == 4 * ints + parts * 4 * (64 + 2) * 4
+    items = rule.most_items
+    ints = 2 * batch * pages + 2 * batch + 2 * (batch + 1) + 4 * items + 3
+    assert runner.workspace_bytes == 4 * ints + items * 4 * (64 + 2) * 4
     monkeypatch.setenv("INKLING_KERNELS", "reference")
     assert world.runner().workspace_bytes == 0
 

@@ -253,17 +253,11 @@ def draw_query(
     return Query.quantize(q) if model.quantized else Query(q)
 
 
-def draw_rule(rng: random.Random, chunked: bool, batch: int, *, several: bool = False) -> SplitRule:
-    """A rule that cuts small requests, too.
-
-    Args:
-        chunked: splits are chunks times eight.
-        several: work items may be several parts.
-    """
+def draw_rule(rng: random.Random, chunked: bool, batch: int) -> SplitRule:
+    """A rule that cuts small requests, too; splits are chunks times eight if ``chunked``."""
     if chunked:
-        programs = rng.choice((1, 7, 30, 1 << 20)) if several else 1 << 20
         chunks, heads = rng.choice((0, 7, 100)), rng.choice((1, 8))
-        return SplitRule(1024, 1024, 1, 128, 100, chunks, heads, programs)
+        return SplitRule(1024, 1024, 1, 128, 100, chunks, heads, rng.choice((1, 7, 30, 1 << 20)))
     least = rng.choice((64, 128, 256))
-    most_parts = rng.choice((100, batch + 3))
-    return SplitRule(least, rng.choice((least, 512)), rng.choice((1, 4)), 64, most_parts)
+    most_items = rng.choice((100, batch + 3))
+    return SplitRule(least, rng.choice((least, 512)), rng.choice((1, 4)), 64, most_items)

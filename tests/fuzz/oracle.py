@@ -154,36 +154,28 @@ class ExpectedPlan(NamedTuple):
 
 
 def expect_plan(lens: list[int], rule: SplitRule) -> ExpectedPlan:
-    """The parts and work items of requests of these lengths, as `SplitRule` describes them."""
+    """The work items of requests of these lengths, as `SplitRule` describes them."""
+    chunked = _chunks_are_quicker(lens, rule)
     shift = 0
-    while sum(-(-n // (rule.split_tokens(n) << shift)) for n in lens) > rule.most_parts:
+    while sum(-(-n // (rule.split_tokens(n) << shift)) for n in lens) > rule.most_items:
         shift += 1
-    part = item = 0
-    if rule.programs:
-        part, item = _best_sizes(lens, rule, rule.min_tokens << shift)
     indptr, records = [0], []
     for b, n in enumerate(lens):
-        own_part = part or rule.split_tokens(n) << shift
-        own_item = item or own_part
-        first, parts = indptr[-1], -(-n // own_part)
-        records += [
-            [*(b, s, min(s + own_item, n)), ~first if parts == 1 else first + s // own_part]
-            for s in range(0, n, own_item)
-        ]
-        indptr.append(first + parts)
-    split = rule.min_tokens << shift if rule.programs else 0
-    return ExpectedPlan(indptr, [len(records), part, split], records)
+        tokens = rule.step if chunked else rule.split_tokens(n) << shift
+        starts = range(0, n, tokens)
+        records += [[b, s, min(s + tokens, n), int(len(starts) == 1)] for s in starts]
+        indptr.append(len(records))
+    parts = rule.min_tokens // rule.step if chunked else 1
+    return ExpectedPlan(indptr, [len(records), parts], records)
 
 
-def _best_sizes(lens: list[int], rule: SplitRule, split: int) -> tuple[int, int]:
-    """Tokens of a part and of a work item that cost least; the first of equals."""
-    sizes = [(split, split << i) for i in range(4)]
-    if sum(-(-n // rule.step) for n in lens) <= rule.most_chunks:
-        sizes += [(rule.step, rule.step << i) for i in range(4) if rule.step << i <= split]
+def _chunks_are_quicker(lens: list[int], rule: SplitRule) -> bool:
+    chunks = sum(-(-n // rule.step) for n in lens)
+    if chunks > rule.most_chunks:
+        return False
 
-    def cost(size: tuple[int, int]) -> int:
-        part, item = size
-        rounds = -(-sum(-(-n // item) for n in lens) * rule.heads // rule.programs)
-        return rounds * (item + 48 + (item // 16 if part < split else 0))
+    def rounds(items: int) -> int:
+        return -(-items * rule.heads // rule.programs)
 
-    return min(sizes, key=cost)
+    coarse = rounds(sum(map(rule.splits, lens))) * (rule.min_tokens + 48)
+    return rounds(chunks) * (rule.step + rule.step // 16 + 48) < coarse

@@ -94,7 +94,7 @@ def check_plan(rng: random.Random, model: Model, limits: Limits, device: torch.d
     lens = [draw.draw_length(rng, limits.tokens) for _ in range(rng.randint(1, 2 * limits.batch))]
     tally = Tally(requests=len(lens))
     world = draw.draw_world(rng, model, lens, device, tally)
-    rule = draw.draw_rule(rng, model.chunked, len(lens), several=True)
+    rule = draw.draw_rule(rng, model.chunked, len(lens))
     planned = run_plan_decode(world, rule)
     want = oracle.expect_plan(lens, rule)
     assert planned.records() == want.records
@@ -123,7 +123,7 @@ def check_decode(rng: random.Random, model: Model, limits: Limits, device: torch
     layer = draw.draw_layer(rng, model, max(lens), device)
     query = draw.draw_query(rng, model, len(lens), device, tally)
     kernels: list[Callable[[DecodeCall], None]] = [decode]
-    if config_for(model.layout, model.group, model.dtype, capability_of(device)):
+    if config_for(model.layout, model.group, 1, model.dtype, capability_of(device)):
         kernels.append(decode_fast)
     for kernel in kernels:
         _check_decode_kernel(rng, model, world, query, layer, kernel, tally)
@@ -142,7 +142,7 @@ def _check_decode_kernel(
     lens = world.lens
     everyone = list(range(len(lens)))
     exact = kernel is decode
-    rule = draw.draw_rule(rng, model.chunked or not exact, len(lens), several=not exact)
+    rule = draw.draw_rule(rng, model.chunked or not exact, len(lens))
 
     def run(order: list[int] = everyone) -> torch.Tensor:
         return _attended(make_call(world, query, order, rule, layer), kernel)
@@ -150,7 +150,7 @@ def _check_decode_kernel(
     out = run()
     _compare_rows(world, query, [1] * len(lens), out, layer)
     # Batch invariance, as far as the batch is one that the buffers hold.
-    if sum(-(-n // rule.min_tokens) for n in lens) <= rule.most_parts:
+    if sum(-(-n // rule.min_tokens) for n in lens) <= rule.most_items:
         some = [b for b in everyone if rng.random() < 0.6]
         rng.shuffle(some)
         if some:

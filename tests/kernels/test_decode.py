@@ -30,11 +30,11 @@ from tests.attention.world import (
 from tests.kernels.test_plan import run_plan_decode
 
 UNIT = LayerAttention(1.0)
-RULE = SplitRule(64, 512, 4, 64, most_parts=100)
+RULE = SplitRule(64, 512, 4, 64, most_items=100)
 # As `decode_fast` has it, with a program for every work item: chunks are those of small batches.
 SPLITS = SplitRule(
     *(CHUNKED_SPLIT_TOKENS, CHUNKED_SPLIT_TOKENS, 1, CHUNK_TOKENS),
-    most_parts=100,
+    most_items=100,
     programs=1 << 20,
 )
 CHUNKED = SPLITS._replace(most_chunks=7)
@@ -69,8 +69,8 @@ def run_decode(
     With more than one query token, those come before the heads and requests have their own order.
     """
     order = list(range(len(world.lens))) if order is None else order
-    rows = world.group * q_len
-    fast = chosen is decode_fast and config_for(world.layout, rows, world.dtype, (9, 0))
+    model = (world.layout, world.group, q_len, world.dtype)
+    fast = chosen is decode_fast and config_for(*model, (9, 0))
     call = make_call(world, query, order, rule or (CHUNKED if fast else RULE), layer, q_len)
     (decode_fast if fast else decode)(call)
     merge(call)
@@ -242,7 +242,7 @@ def test_the_cut_of_the_work_changes_no_bit(
     query = world.queries(5)
     layer = replace(PLAIN, window=window)
     results = {}
-    for programs, most_chunks in itertools.product((1, 2, 5, 9, 17, 1 << 20), (0, 100)):
+    for programs, most_chunks in itertools.product((1, 1 << 20), (0, 100)):
         rule = SPLITS._replace(programs=programs, most_chunks=most_chunks, heads=2)
         results[programs, most_chunks] = run_decode(world, query, rule=rule, layer=layer)
     first = results.popitem()[1]
@@ -263,7 +263,7 @@ def test_one_negative_logit_out_of_range_is_noticed(k: str, device: torch.device
 
 
 def test_redo_computes_whole_splits(device: torch.device) -> None:
-    world = make_world([1200, 90, 300], device, k="mxfp8", k_dim=128, max_context=2048)
+    world = make_world([1100, 90, 300], device, k="mxfp8", k_dim=128, max_context=2048)
     query = world.queries(3)
     heads = slice(world.group, 2 * world.group)  # of one KV head
     results = []

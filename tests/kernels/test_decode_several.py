@@ -81,7 +81,7 @@ def test_the_cut_of_the_work_changes_no_bit(window: int | None, device: torch.de
     query = world.queries(4 * Q_LEN)
     layer = replace(PLAIN, window=window)
     results = {}
-    for programs, most_chunks in itertools.product((1, 9, 1 << 20), (0, 100)):
+    for programs, most_chunks in itertools.product((1, 1 << 20), (0, 100)):
         rule = SPLITS._replace(programs=programs, most_chunks=most_chunks, heads=2)
         results[programs, most_chunks] = run_decode(
             world, query, rule=rule, layer=layer, q_len=Q_LEN

@@ -17,8 +17,8 @@ from tests.attention.world import World, make_world
 GARBAGE = -7
 
 
-RULE = SplitRule(64, 512, 4, 64, most_parts=100)
-CHUNKED = SplitRule(512, 512, 1, 256, most_parts=100, most_chunks=8, programs=1 << 20)
+RULE = SplitRule(64, 512, 4, 64, most_items=100)
+CHUNKED = SplitRule(512, 512, 1, 256, most_items=100, most_chunks=8, programs=1 << 20)
 
 
 class Planned(NamedTuple):
@@ -44,7 +44,7 @@ def run_plan_decode(world: World, rule: SplitRule, *, order: list[int] | None = 
     def garbage(*shape: int) -> torch.Tensor:
         return torch.full(shape, GARBAGE, dtype=torch.int32, device=world.device)
 
-    work = WorkList(garbage(batch + 2), garbage(3), garbage(rule.most_parts + 1, 4))
+    work = WorkList(garbage(batch + 2), garbage(2), garbage(rule.most_items + 1, 4))
     planned = Planned(
         garbage(batch + 1, -(-world.max_context // world.layout.page_size)),
         garbage(batch + 1),
@@ -71,15 +71,14 @@ def test_decode_plan_lists_every_split_once(page: int, device: torch.device) -> 
     lens = [0, 1, 64, 65, 0, 256, 257, 700]
     world = make_world(lens, device, page=page)
     got = run_plan_decode(world, rule)
-    pieces = [
+    expected_work = [
         [b, start, min(start + rule.split_tokens(n), n), n <= rule.split_tokens(n)]
         for b, n in enumerate(lens)
         for start in range(0, n, rule.split_tokens(n))
     ]
-    expected_work = [[*piece, ~i if whole else i] for i, (*piece, whole) in enumerate(pieces)]
     firsts = [sum(w[0] < b for w in expected_work) for b in range(len(lens) + 1)]
     assert got.work.indptr.tolist() == [*firsts, GARBAGE]
-    assert got.work.sizes.tolist() == [len(pieces), 0, 0]
+    assert got.work.sizes.tolist() == [len(expected_work), 1]
     assert got.records() == expected_work
     assert got.seq_lens.tolist() == [*lens, GARBAGE]
     for b, n in enumerate(lens):
@@ -89,62 +88,47 @@ def test_decode_plan_lists_every_split_once(page: int, device: torch.device) -> 
     assert (got.page_table[len(lens)] == GARBAGE).all()
 
 
-def test_a_small_batch_has_chunks_as_parts(device: torch.device) -> None:
+def test_a_small_batch_has_chunks_as_work_items(device: torch.device) -> None:
     lens = [600, 0, 256, 900]  # 3 + 0 + 1 + 4 chunks
     small = run_plan_decode(make_world(lens, device), CHUNKED)
     assert small.records() == [
-        *([0, 0, 256, 0], [0, 256, 512, 1], [0, 512, 600, 2], [2, 0, 256, ~3]),
-        *([3, 0, 256, 4], [3, 256, 512, 5], [3, 512, 768, 6], [3, 768, 900, 7]),
+        [b, start, min(start + 256, n), n == 256]
+        for b, n in enumerate(lens)
+        for start in range(0, n, 256)
     ]
     assert small.work.indptr.tolist() == [0, 3, 3, 4, 8, GARBAGE]
-    assert small.work.sizes.tolist() == [8, 256, 512]
+    assert small.work.sizes.tolist() == [8, 2]
     large = run_plan_decode(make_world([*lens, 1], device), CHUNKED)
     assert large.records() == [
-        *([0, 0, 512, 0], [0, 512, 600, 1], [2, 0, 256, ~2]),
-        *([3, 0, 512, 3], [3, 512, 900, 4], [4, 0, 1, ~5]),
+        *([0, 0, 512, 0], [0, 512, 600, 0], [2, 0, 256, 1]),
+        *([3, 0, 512, 0], [3, 512, 900, 0], [4, 0, 1, 1]),
     ]
     assert large.work.indptr.tolist() == [0, 2, 2, 3, 5, 6, GARBAGE]
-    assert large.work.sizes.tolist() == [6, 512, 512]
+    assert large.work.sizes.tolist() == [6, 1]
 
 
 @pytest.mark.parametrize(
-    ("lens", "programs", "most_chunks", "part", "item"),
+    ("programs", "chunked"),
     [
-        ([4096], 1 << 20, 100, 128, 128),  # a program for each chunk
-        ([4096], 4, 100, 1024, 1024),  # for each split: nothing gained by chunks
-        ([4096], 8, 100, 128, 512),
-        ([4096], 8, 31, 1024, 1024),  # too many chunks
-        ([4096] * 4, 4, 0, 1024, 4096),  # a program for each request: an item begins once
-        ([4096] * 4, 16, 0, 1024, 1024),
-        ([1024] * 4 + [8192], 12, 0, 1024, 1024),
-        ([8192, 8000], 1, 0, 1024, 8192),
-        ([100, 7000], 1, 0, 1024, 1024),
+        (1 << 20, True),  # one round of 184 beside one of 1072
+        (64, True),  # two of 184 beside one of 1072
+        (16, False),  # eight of 184 beside one of 1072
+        (1, False),
     ],
 )
-def test_work_items_fit_the_programs(
-    lens: list[int], programs: int, most_chunks: int, part: int, item: int, device: torch.device
+def test_work_items_are_what_fills_the_programs(
+    programs: int, chunked: bool, device: torch.device
 ) -> None:
-    rule = SplitRule(1024, 1024, 1, 128, 200, most_chunks, programs=programs)
-    got = run_plan_decode(make_world(lens, device, max_context=8192), rule)
-    parts = [-(-n // part) for n in lens]
-    firsts = [sum(parts[:b]) for b in range(len(lens) + 1)]
-    assert got.work.sizes.tolist()[1:] == [part, 1024]
-    assert got.work.indptr.tolist() == [*firsts, GARBAGE]
-    assert got.records() == [
-        [
-            *(b, start, min(start + item, n)),
-            ~firsts[b] if n <= part else firsts[b] + start // part,
-        ]
-        for b, n in enumerate(lens)
-        for start in range(0, n, item)
-    ]
+    rule = SplitRule(1024, 1024, 1, 128, 100, 100, heads=2, programs=programs)
+    work = run_plan_decode(make_world([8192], device, max_context=8192), rule).work
+    assert work.sizes.tolist() == ([64, 8] if chunked else [8, 1])
 
 
-@pytest.mark.parametrize("most_parts", [5, 7, 11, 15])
-def test_splits_double_until_they_fit(most_parts: int, device: torch.device) -> None:
-    rule = SplitRule(64, 64, 1, 64, most_parts)
+@pytest.mark.parametrize("most_items", [5, 7, 11, 15])
+def test_splits_double_until_they_fit(most_items: int, device: torch.device) -> None:
+    rule = SplitRule(64, 64, 1, 64, most_items)
     lens = [600, 1, 130, 64]  # 10 + 1 + 3 + 1 splits of 64 tokens
-    tokens = next(64 << i for i in range(9) if sum(-(-n // (64 << i)) for n in lens) <= most_parts)
+    tokens = next(64 << i for i in range(9) if sum(-(-n // (64 << i)) for n in lens) <= most_items)
     got = run_plan_decode(make_world(lens, device), rule)
     assert [record[:3] for record in got.records()] == [
         [b, start, min(start + tokens, n)]
@@ -194,7 +178,7 @@ def test_padding_rows_and_lengths_beyond_the_buffers_are_harmless(device: torch.
 
 
 def test_kernel_and_host_cut_alike(device: torch.device) -> None:
-    rule = SplitRule(256, 1024, 16, 64, most_parts=10_000)
+    rule = SplitRule(256, 1024, 16, 64, most_items=10_000)
     edges = [256 * i + j for i in (1, 2, 31, 32, 33, 64, 100, 2000) for j in (-1, 0, 1)]
     lens = sorted({1, 63, 64, 65, 131072, *edges, *torch.randint(1, 131072, (30,)).tolist()})
     world = make_world([1], device, max_context=131072)
@@ -213,13 +197,13 @@ def test_buffers_have_room(batch: int, chunked: bool) -> None:
         rule = split_rule(32, layout, batch, context)
         if chunked:
             rule = chunked_split_rule(32, layout, batch, context, programs=1056)
-        held = rule.most_parts * configs.partial_bytes(32, layout)
-        assert held <= configs.PARTIAL_BYTES or rule.most_parts == batch
-        assert rule.most_parts >= max(batch, rule.most_chunks)
+        held = rule.most_items * configs.partial_bytes(32, layout)
+        assert held <= configs.PARTIAL_BYTES or rule.most_items == batch
+        assert rule.most_items >= max(batch, rule.most_chunks)
         # A batch of the longest requests is cut as each of them is alone, where memory allows it.
         lens = {1, context, *range(max(1, context - 3000), context, 7)}
         most = batch * max(map(rule.splits, lens))
-        assert rule.most_parts >= most or held + configs.partial_bytes(32, layout) * batch > (
+        assert rule.most_items >= most or held + configs.partial_bytes(32, layout) * batch > (
             configs.PARTIAL_BYTES
         )
         for length in lens:
