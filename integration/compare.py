@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from integration.engine import RealEngine
 
@@ -33,14 +34,15 @@ def generate(engine: RealEngine, input_ids: list[list[int]], count: int) -> list
         return_logprob=True,
         top_logprobs_num=TOP,
     )
+    return [steps_of(answer) for answer in answers]
+
+
+def steps_of(answer: dict[str, Any]) -> list[Step]:
+    """The steps of one answer of the engine that was asked for `TOP` log-probabilities."""
+    tops = answer["meta_info"]["output_top_logprobs"]
     return [
-        [
-            Step(token, {each: logprob for logprob, each, *_ in top})
-            for token, top in zip(
-                answer["output_ids"], answer["meta_info"]["output_top_logprobs"], strict=True
-            )
-        ]
-        for answer in answers
+        Step(token, {each: logprob for logprob, each, *_ in top})
+        for token, top in zip(answer["output_ids"], tops, strict=True)
     ]
 
 

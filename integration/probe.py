@@ -2,11 +2,13 @@
 
 The engine finds it as it finds any plugin, by an entry point, so nothing of the engine or of this
 package is changed. In the scheduler's process it writes what sizing computed and what the pool
-allocated to a JSON file.
+allocated to a JSON file, and with every flush of the prefix cache whether page 0, which holds no
+token, is as it was.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -40,6 +42,18 @@ class Probe:
         """``bytes_per_token`` of sizing; ``tokens``, ``page_size`` and ``nbytes`` of the pool."""
         return json.loads(self._file.read_text())
 
+    @property
+    def padding_is_untouched(self) -> bool:
+        """Whether page 0 had its first bytes when the prefix cache was flushed last."""
+        return json.loads(_flushed(self._file).read_text())
+
+
+def _flushed(file: Path) -> Path:
+    return file.with_name("flushed.json")
+
+
+_runners: list[tuple[Any, str]] = []
+
 
 def register() -> None:
     """Entry point: hook the place where the engine has just allocated its pools."""
@@ -47,6 +61,8 @@ def register() -> None:
 
     target = "sglang.srt.model_executor.model_runner.ModelRunner.alloc_memory_pool"
     HookRegistry.register(target, _report, HookType.AFTER)
+    target = "sglang.srt.managers.scheduler.Scheduler.flush_cache"
+    HookRegistry.register(target, _compare_padding, HookType.AFTER)
 
 
 def _report(result: object, runner: Any, *args: object, **kwargs: object) -> None:
@@ -61,6 +77,29 @@ def _report(result: object, runner: Any, *args: object, **kwargs: object) -> Non
         "nbytes": sum(_storages(pool, set()).values()),
     }
     Path(os.environ[_FILE]).write_text(json.dumps(content))
+    _runners.append((pool, _page_0(pool)))
+
+
+def _page_0(pool: Any) -> str:
+    """A digest of the page's bytes in every buffer."""
+    import torch
+
+    if hasattr(pool, "pages"):
+        buffers = [(each.tensor, each.bytes_per_page) for each in pool.pages.buffers()]
+    else:
+        slots = pool.size + pool.page_size
+        buffers = [
+            (each, each.nbytes // slots * pool.page_size) for each in pool.k_buffer + pool.v_buffer
+        ]
+    digest = hashlib.sha256()
+    for tensor, size in buffers:
+        digest.update(tensor.view(-1).view(torch.uint8)[:size].cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _compare_padding(*args: object, **kwargs: object) -> None:
+    same = all(_page_0(pool) == before for pool, before in _runners)
+    _flushed(Path(os.environ[_FILE])).write_text(json.dumps(same))
 
 
 def _storages(thing: Any, seen: set[int]) -> dict[int, int]:

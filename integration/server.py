@@ -29,9 +29,15 @@ class Server:
     Args:
         options: the server's flags, as keywords of ``sglang.Engine``.
         program: the command in front of the flags.
+        env: environment variables on top of `launch.environment`.
     """
 
-    def __init__(self, options: Mapping[str, object], program: Sequence[str] = SERVE) -> None:
+    def __init__(
+        self,
+        options: Mapping[str, object],
+        program: Sequence[str] = SERVE,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -45,7 +51,7 @@ class Server:
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
-            env=environment(),
+            env=environment(env),
             start_new_session=True,
         )
         try:
@@ -97,13 +103,48 @@ class Server:
         samples = (line.rpartition(" ") for line in lines if line and not line.startswith("#"))
         return {name: float(value) for name, _, value in samples}
 
-    def _post(self, path: str, body: Mapping[str, object]) -> Any:
+    def generate(
+        self, body: Mapping[str, object], timeout: float = ANSWER_SECONDS
+    ) -> Generator[dict[str, Any], None, None]:
+        """What ``/generate`` streams: each chunk holds everything so far. Closing it aborts.
+
+        Args:
+            body: of the request.
+            timeout: seconds to wait for a chunk.
+
+        Raises:
+            TimeoutError: there was none; the request is aborted.
+        """
+        with self._post("/generate", {**body, "stream": True}, timeout) as response:
+            for line in response:
+                text = line.decode().strip().removeprefix("data: ")
+                if text and text != "[DONE]":
+                    yield json.loads(text)
+
+    def abort(self, rid: str) -> None:
+        """Abort the request of this id, wherever it is."""
+        self._post("/abort_request", {"rid": rid}).close()
+
+    def loads(self) -> dict[str, Any]:
+        """Requests and tokens that the scheduler holds now (of its first rank)."""
+        with urllib.request.urlopen(self.url + "/v1/loads", timeout=ANSWER_SECONDS) as response:
+            return json.load(response)["loads"][0]
+
+    def flush_cache(self) -> None:
+        """Empty the prefix cache.
+
+        Raises:
+            urllib.error.HTTPError: the server is not idle.
+        """
+        self._post("/flush_cache", {}).close()
+
+    def _post(self, path: str, body: Mapping[str, object], timeout: float = ANSWER_SECONDS) -> Any:
         request = urllib.request.Request(
             self.url + path,
             data=json.dumps(body).encode(),
             headers={"Content-Type": "application/json"},
         )
-        return urllib.request.urlopen(request, timeout=ANSWER_SECONDS)
+        return urllib.request.urlopen(request, timeout=timeout)
 
     def _wait(self) -> None:
         deadline = time.monotonic() + START_SECONDS

@@ -20,6 +20,7 @@ from inkling_backend.bench import look, table
 from inkling_backend.bench.cases import Case, Heads
 from inkling_backend.bench.extra import missing
 from inkling_backend.bench.results import LIBRARIES, Results, Row, gpu, read, versions
+from inkling_backend.env import Extend
 from inkling_backend.formats import Recipe, get_recipe
 
 app = typer.Typer(
@@ -185,6 +186,10 @@ def extend(
     kv_heads: KVHeads = _HEADS.kv_heads,
     head_dim: HeadDim = _HEADS.head_dim,
     page_size: PageSize = _HEADS.page_size,
+    extend: Annotated[
+        Extend | None,
+        typer.Option("--extend", help="What attends; unset means $INKLING_EXTEND, or auto."),
+    ] = None,
     quick: Quick = False,
     peers: WithPeers = True,
     sustained: Sustained = 1.0,
@@ -192,10 +197,11 @@ def extend(
 ) -> None:
     """Prefill: many new tokens, after a cached prefix or none.
 
-    Example: inkling-backend bench extend --shape 1x2k+32k
+    Example: inkling-backend bench extend --shape 1x2k+32k --extend flashinfer
     """
     heads = Heads(q_heads, kv_heads, head_dim, page_size)
-    _kernels(Run(shapes.EXTEND, heads, formats, shape, quick, peers, json), sustained)
+    run = Run(shapes.EXTEND, heads, formats, shape, quick, peers, json)
+    _kernels(run, sustained, extend)
 
 
 @app.command()
@@ -300,17 +306,23 @@ def plot(
         typer.echo(path)
 
 
-def _kernels(run: Run, sustained: float, **more: int | bool) -> None:
+def _kernels(run: Run, sustained: float, extend: Extend | None = None, **more: int | bool) -> None:
     """Measure an operation of `AttentionRunner`."""
     with look.one_line(f"bench {run.command}"):
         cases = run.cases(**more)
         recipes = [get_recipe(name) for name in run.recipe_names()]
-    work = _kernel_work([cases], recipes, run.heads, sustained, peers=run.peers)
+    work = _kernel_work([cases], recipes, run.heads, sustained, peers=run.peers, extend=extend)
     _finish(f"bench {run.command}", run.json, len(cases) * len(recipes), table.results_table, work)
 
 
 def _kernel_work(
-    groups: list[list[Case]], recipes: list[Recipe], heads: Heads, sustained: float, *, peers: bool
+    groups: list[list[Case]],
+    recipes: list[Recipe],
+    heads: Heads,
+    sustained: float,
+    *,
+    peers: bool,
+    extend: Extend | None = None,
 ) -> Work:
     """Measures groups of cases, each of one operation, in one process."""
 
@@ -320,9 +332,11 @@ def _kernel_work(
         from inkling_backend.bench.timing import GraphMeter
 
         torch.manual_seed(0)
-        lab = Lab(heads, torch.device("cuda", torch.cuda.current_device()))
+        device = torch.device("cuda", torch.cuda.current_device())
         passed = True
         for i, cases in enumerate(groups):
+            # Runners are made for one operation: none is shared by two.
+            lab = Lab(heads, device, extend=extend)
             bench = Bench(lab, GraphMeter(sustained), say, with_peers=peers)
             later = [case for group in groups[i + 1 :] for case in group]
             passed &= bench.run(cases, recipes, emit, later=later)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from inkling_backend.attention import AttentionRunner, AttentionSpec, LayerAttention
-from inkling_backend.bench.cases import Case, Heads
+from inkling_backend.bench.cases import VERIFY, Case, Heads
 from inkling_backend.cache import KVCachePool
+from inkling_backend.env import Extend
 from inkling_backend.formats import Recipe
 from inkling_backend.formats.layout import CacheLayout
 
@@ -109,9 +110,11 @@ class Lab:
         rotate_bytes: int = ROTATE_BYTES,
         max_batch: int = MAX_BATCH,
         max_context: int = MAX_CONTEXT,
+        extend: Extend | None = None,
     ) -> None:
         """
         Args:
+            extend: what attends in prefill; None for what the environment says.
             max_batch, max_context: of the runners; `grow` raises them to what the cases need.
         """
         self.heads = heads
@@ -119,6 +122,8 @@ class Lab:
         self.rotate_bytes = rotate_bytes
         self.max_batch = max_batch
         self.max_context = max_context
+        self.max_q_len = 1
+        self.extend = extend
         self.layer = LayerAttention(heads.head_dim**-0.5)
         self._runners: dict[str, AttentionRunner] = {}
 
@@ -126,6 +131,7 @@ class Lab:
         """Make room for every case, before the first runner: all of them share its kernels."""
         self.max_batch = max([self.max_batch, *(case.batch for case in cases)])
         self.max_context = max([self.max_context, *(max(case.lengths) for case in cases)])
+        self.max_q_len = max(case.new_tokens if case.op == VERIFY else 1 for case in cases)
 
     def runner(self, recipe: Recipe) -> AttentionRunner:
         """The one runner of a recipe.
@@ -144,6 +150,8 @@ class Lab:
                 max_context=self.max_context,
                 max_tokens=self.max_context,
                 device=self.device,
+                max_q_len=self.max_q_len,
+                extend=self.extend,
             )
         return self._runners[recipe.name]
 

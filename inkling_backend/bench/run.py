@@ -99,6 +99,8 @@ class Bench:
             if recipe.name in self._faults:
                 raise GateError(self._faults[recipe.name])
             free_memory(self._lab)
+            if case.op == EXTEND:
+                row["kernels"] = self._lab.runner(recipe).kernels
             row["bytes"] = case.bytes(recipe)
             row |= self._measure(case, recipe)
             row["copy_us"] = round(self._copy(row["bytes"]), 3)

@@ -1,6 +1,7 @@
 """Merge: the parts of a request that decode cut, added in position order.
 
-One program takes some columns of some query heads of one request. Requests of one part were
+One program takes some columns of some query heads of one request; several query tokens of a request
+are so many times the heads. Requests of one part were
 finished by decode and are left alone; requests of length 0 get zeros. Parts that are chunks are
 first folded to splits, as `decode_fast` does it. Splits are then added one after the other,
 relative to the largest logit of all. So the result has the same bits however the work was cut.
@@ -18,7 +19,8 @@ import triton.language as tl
 from inkling_backend.kernels.compile_case import CompileCase
 from inkling_backend.kernels.configs import SPLIT_CHUNKS, merge_tile
 from inkling_backend.kernels.decode import DecodeCall
-from inkling_backend.kernels.tile import fold, normalizer, to_dtype
+from inkling_backend.kernels.launch import early, wait_for_previous
+from inkling_backend.kernels.tile import finite_or_nan, fold, normalizer, to_dtype
 
 # Parts whose loads are issued together: enough to hide their latency.
 _AT_ONCE = 16
@@ -41,17 +43,20 @@ def _merge_kernel(
     total_ptr,
     failures_ptr,
     work_indptr_ptr,
-    chunked_ptr,
+    sizes_ptr,
     v_global_ptr,
     sinks_ptr,
     out_ptr,
     Q_HEADS: tl.constexpr,
+    Q_LEN: tl.constexpr,
     HEADS: tl.constexpr,
     DV: tl.constexpr,
     COLUMNS: tl.constexpr,
     SPLIT_CHUNKS: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_previous(EARLY)
     BLOCKS: tl.constexpr = Q_HEADS // HEADS
     request = tl.program_id(0) // BLOCKS
     first = tl.load(work_indptr_ptr + request)
@@ -77,7 +82,7 @@ def _merge_kernel(
         base = tl.where(base == float("-inf"), 0.0, base)
         acc = tl.zeros([COLUMNS], dtype=tl.float32)
         total = 0.0
-        if tl.load(chunked_ptr) == 0:
+        if tl.load(sizes_ptr + 1) == 1:
             for begin in range(0, parts, AT_ONCE):
                 for i in tl.static_range(AT_ONCE):
                     part = begin + i
@@ -106,13 +111,15 @@ def _merge_kernel(
                     total = tl.fma(s_total, weight, total)
                     acc = tl.fma(s_acc, tl.broadcast_to(weight, [COLUMNS]), acc)
         p_out = out_ptr + (request.to(tl.int64) * Q_HEADS + head) * DV + i_d
-        out = acc * normalizer(v_global, base, total, sinks_ptr, head)
+        norm = normalizer(v_global, base, total, sinks_ptr, head % (Q_HEADS // Q_LEN))
+        out = tl.where(parts == 0, 0.0, finite_or_nan(acc) * norm)
         tl.store(p_out, to_dtype(out, out_ptr.dtype.element_ty), mask=m_d)
 
 
-def _constants(q_heads: int, head_dim: int, heads: int, columns: int) -> dict[str, int]:
+def _constants(q_heads: int, q_len: int, head_dim: int, heads: int, columns: int) -> dict[str, int]:
     return {
-        "Q_HEADS": q_heads,
+        "Q_HEADS": q_heads * q_len,
+        "Q_LEN": q_len,
         "HEADS": heads,
         "DV": head_dim,
         "COLUMNS": columns,
@@ -123,16 +130,18 @@ def _constants(q_heads: int, head_dim: int, heads: int, columns: int) -> dict[st
 
 def merge(call: DecodeCall) -> None:
     """Finishes what decode left in ``call.partial``; one launch."""
-    _, q_heads, head_dim = call.partial.out.shape
-    heads, columns = merge_tile(call.batch, q_heads, head_dim)
-    _merge_kernel[(call.batch * q_heads // heads, triton.cdiv(head_dim, columns))](
+    _, q_heads, head_dim = call.out.shape
+    heads, columns = merge_tile(call.batch, q_heads * call.q_len, head_dim)
+    grid = (call.batch * q_heads * call.q_len // heads, triton.cdiv(head_dim, columns))
+    _merge_kernel[grid](
         *call.partial,
         call.work.indptr,
-        call.work.chunked,
+        call.work.sizes,
         call.cache.v_global,
         call.layer.sinks,
         call.out,
-        **_constants(q_heads, head_dim, heads, columns),
+        **_constants(q_heads, call.q_len, head_dim, heads, columns),
+        **early(call.out.device, call.batch),
         num_warps=1,
     )
 
@@ -146,11 +155,12 @@ def compile_cases() -> Iterator[CompileCase]:
         signature = {
             **dict.fromkeys(floats, "*fp32"),
             "sinks_ptr": "*bf16" if sinks else "constexpr",
-            **dict.fromkeys(("failures_ptr", "work_indptr_ptr", "chunked_ptr"), "*i32"),
+            **dict.fromkeys(("failures_ptr", "work_indptr_ptr", "sizes_ptr"), "*i32"),
             "out_ptr": f"*{dtype}",
         }
         name = f"merge-{dtype}-d{head_dim}-b{batch}{'-sinks' if sinks else ''}"
-        constants: dict[str, Any] = _constants(32, head_dim, *merge_tile(batch, 32, head_dim))
+        constants: dict[str, Any] = _constants(32, 1, head_dim, *merge_tile(batch, 32, head_dim))
+        constants |= {"EARLY": False}
         if not sinks:
             constants |= {"sinks_ptr": None}
         yield CompileCase(name, _merge_kernel, signature, constants, num_warps=1)

@@ -27,6 +27,12 @@ def to_dtype(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def finite(x):
+    """Elementwise: neither NaN nor infinite."""
+    return tl.abs(x) < float("inf")
+
+
+@triton.jit
 def dot(a, b, acc):
     """``acc + a @ b`` with bfloat16 operands and float32 sums (the interpreter has no bfloat16)."""
     if INTERPRETED:
@@ -139,19 +145,26 @@ def fold(top_a, total_a, top_b, total_b):
 
 
 @triton.jit
+def finite_or_nan(x):
+    """x, with infinities made NaN: a sum that took in something infinite says nothing."""
+    return tl.where(finite(x), x, float("nan"))
+
+
+@triton.jit
 def normalizer(v_global, top, total, sinks_ptr, q_head):
     """What a sum of rows of V is multiplied with, once for each request and query head.
 
     Args:
         v_global: global scale of V.
-        top, total: the sum of exponentials, as `fold` takes it; 0 where every logit was -inf.
+        top, total: the sum of exponentials, as `fold` takes it; 0 where every logit was -inf,
+            which gives NaN unless there is a sink.
         sinks_ptr: ``[Hq]`` logits that count in the sum and have no value, or None.
         q_head: index of the query head.
     """
     if sinks_ptr is None:
-        return v_global / tl.where(total == 0.0, 1.0, total)
+        return v_global / tl.where(total == 0.0, float("nan"), total)
     else:
         # A sum that is a product alone, as in `soft_cap`: its bits do not depend on the kernel.
         sink = tl.fma(to_float32(tl.load(sinks_ptr + q_head)), LOG2E, 0.0)
         _top, total, weight, _one = fold(top, total, sink, 1.0)
-        return v_global / tl.where(total == 0.0, 1.0, total) * weight
+        return v_global / tl.where(total == 0.0, float("nan"), total) * weight

@@ -78,7 +78,7 @@ def _attend_one(
         oldest = max(0, length - 1 - window)
         logits = (q.flatten(1, 2) @ k[..., oldest:]).unflatten(1, (1, group))
         out = _probabilities(logits, None, layer).flatten(1, 2) @ v[:, oldest:]
-        return out.reshape(1, num_q_heads, dv)
+        return _finite_or_nan(out).reshape(1, num_q_heads, dv)
     bad = ~torch.isfinite(v)
     finite = not bool(bad.any())
     clean = v if finite else v.masked_fill(bad, 0.0)
@@ -103,7 +103,12 @@ def _attend_one(
             part = part.masked_fill(reached[:, :, None], torch.nan)
         out[:, start:stop] = part
         start = stop
-    return out.transpose(0, 1).reshape(n, num_q_heads, dv)
+    return _finite_or_nan(out).transpose(0, 1).reshape(n, num_q_heads, dv)
+
+
+def _finite_or_nan(x: torch.Tensor) -> torch.Tensor:
+    """x, with infinities made NaN: a sum that took in something infinite says nothing."""
+    return x.masked_fill(~torch.isfinite(x), torch.nan)
 
 
 def _probabilities(

@@ -13,13 +13,40 @@ from pathlib import Path
 
 from integration.gpu import report
 from integration.gpu.engines import run_engines
+from integration.gpu.fuzz import run_fuzz
 from integration.gpu.parallel import run_parallel
 from integration.gpu.report import Case
+from integration.gpu.sanitizer import run_sanitizer
+from integration.gpu.soaks import run_soaks
 from integration.gpu.suite import run_suite
 from integration.launch import ROOT
 from integration.model import DEFAULT_OUT, prepare
 
 REPORTS = ROOT / "integration" / "reports"
+FAULTS = {"fuzz", "soak", "sanitizer"}
+PARTS = ("suite", "engine", *sorted(FAULTS))
+SECONDS = 60.0
+
+
+def _some_parts(value: str) -> set[str]:
+    names = set(value.split(","))
+    if not names <= set(PARTS):
+        raise argparse.ArgumentTypeError(f"{value!r}: some of {', '.join(PARTS)}")
+    return names
+
+
+def _chosen(args: argparse.Namespace) -> set[str]:
+    """The parts that the options ask for, without ``--only``."""
+    if args.parallel:
+        return {"parallel"}
+    asked = {
+        "suite": not args.skip_suite,
+        "engine": not args.skip_engine,
+        "fuzz": args.fuzz,
+        "soak": args.soak,
+        "sanitizer": args.sanitizer,
+    }
+    return {part for part, wanted in asked.items() if wanted}
 
 
 def main() -> int:
@@ -39,25 +66,44 @@ def main() -> int:
     parser.add_argument("--skip-suite", action="store_true", help="leave out the unit tests")
     parser.add_argument("--skip-engine", action="store_true", help="leave out the engine")
     parser.add_argument("--parallel", action="store_true", help="run on two GPUs, nothing else")
+    parser.add_argument("--fuzz", type=float, metavar="SECONDS", help="fuzz every kernel, too")
+    parser.add_argument("--soak", type=float, metavar="SECONDS", help="soak the servers, too")
+    parser.add_argument("--sanitizer", action="store_true", help="run compute-sanitizer, too")
+    parser.add_argument("--seed", type=int, default=0, help="of the fuzzing")
+    parser.add_argument(
+        "--only",
+        type=_some_parts,
+        metavar=",".join(PARTS),
+        help=f"run nothing else; fuzz and soak take {SECONDS:.0f} s unless told otherwise",
+    )
     args = parser.parse_args()
+    chosen = args.only or _chosen(args)
     logs = args.logs or Path(tempfile.mkdtemp(prefix="gpu-run-"))
     logs.mkdir(parents=True, exist_ok=True)
 
     start = time.monotonic()
     print(f"{report.host()}, logs in {logs}", flush=True)
     parts: list[Iterator[Case]] = []
-    if args.parallel:
-        parts.append(run_parallel(logs))
-        args.skip_engine = args.skip_suite = True
-    if not args.skip_engine:
+    engines: Iterator[Case] = iter(())
+    if "engine" in chosen:
         model = prepare(args.model, args.gguf)
         print(f"[{time.monotonic() - start:4.0f} s] model in {model}", flush=True)
-        parts.append(run_engines(model, logs))
-    if not args.skip_suite:
+        engines = run_engines(model, logs)  # starts them, beside the suite
+    if "suite" in chosen:
         parts.append(run_suite(ROOT, logs))
+    parts.append(engines)
+    if "parallel" in chosen:
+        parts.append(run_parallel(logs))
+    if "fuzz" in chosen:
+        parts.append(run_fuzz(args.fuzz or SECONDS, args.seed))
+    if "soak" in chosen:
+        parts.append(run_soaks(args.soak or SECONDS, logs))
+    if "sanitizer" in chosen:
+        parts.append(run_sanitizer(logs))
 
+    kind = "two-gpus" if args.parallel else "faults" if chosen <= FAULTS else ""
     cases: list[Case] = []
-    for each in chain(*reversed(parts)):
+    for each in chain(*parts):
         cases.append(each)
         print(
             f"[{time.monotonic() - start:4.0f} s] {each.status} {each.recipe:5} {each.name}: "
@@ -65,7 +111,7 @@ def main() -> int:
             flush=True,
         )
         # After every case: a stopped run leaves a report.
-        path = report.write(args.out, ROOT, cases, "two-gpus" if args.parallel else "")
+        path = report.write(args.out, ROOT, cases, kind)
     failed = [each for each in cases if each.status != "pass"]
     print(f"{len(cases) - len(failed)} passed, {len(failed)} failed")
     if cases:

@@ -40,8 +40,9 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     lab = data.Lab
 
-    def make_lab(heads: Any, device: object) -> data.Lab:
-        return lab(heads, cpu, rotate_bytes=1 << 16, max_batch=4, max_context=1024)
+    def make_lab(heads: Any, device: object, extend: Any) -> data.Lab:
+        small = {"rotate_bytes": 1 << 16, "max_batch": 4, "max_context": 1024}
+        return lab(heads, cpu, extend=extend, **small)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -99,7 +100,7 @@ app.gpu = lambda: {"gpu": "NVIDIA H200", "driver": "1"}
 app.table.line = lambda row: rows.append(row) or (
     os.kill(os.getpid(), signal.SIGINT) if len(rows) == 2 else ""
 ) or "row"
-data.Lab = lambda heads, device: lab(
+data.Lab = lambda heads, device, extend: lab(
     heads, torch.device("cpu"), rotate_bytes=1 << 16, max_batch=4, max_context=1024
 )
 timing.GraphMeter = lambda seconds: FakeMeter()
@@ -147,6 +148,19 @@ def test_a_run_writes_its_rows(command: str, fake_gpu: None, tmp_path: Path) -> 
     assert {row["op"] for row in content["rows"]} == {command}
     assert content["host"]["torch"] == torch.__version__.split("+")[0]
     assert "of copy" in output
+
+
+def test_extend_says_what_attended(fake_gpu: None, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    flags = ("--format", "mxfp8", "--shape", "1x40", "--no-peers", *SMALL, "--json", path)
+    assert run("extend", *flags, "--extend", "triton")[0] == 0
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["kernels"] == "plain torch (reference)"
+    status, output = run("extend", *flags, "--extend", "flashinfer")
+    assert status == 1
+    assert "INKLING_EXTEND=flashinfer" in output
+    assert json.loads(path.read_text())["rows"][0]["gate"] == "fail"
+    assert run("extend", *flags, "--extend", "fa3")[0] == 2
 
 
 def test_a_failed_row_ends_with_status_one(fake_gpu: None, tmp_path: Path) -> None:

@@ -139,6 +139,37 @@ def test_every_rounding_step(name: str, device: torch.device) -> None:
     assert_same_cache(cache, want)
 
 
+# 24-bit significands beside 1, 1.5 and 2, whose quotients come nearest to a tie without being one,
+# and small numbers, where remainders underflow.
+HARD_STEPS = [
+    *(significand / 2**23 for significand in (2**23 + 1, 2**23 + 3, 3 * 2**22 - 7)),
+    *(significand / 2**23 for significand in (3 * 2**22 - 3, 2**24 - 4, 2**24 - 1)),
+    *(1e-20, 1e-30, 1.1754945e-38, 1e-41),
+]
+
+
+@pytest.mark.parametrize("step", HARD_STEPS)
+def test_quotients_beside_ties(step: float, device: torch.device) -> None:
+    # The scale byte of a block with this maximum is 1.0, so the step is the global scale.
+    g = torch.tensor(step)
+    values = representable("nvfp4")
+    ties = (values[1:] + values[:-1]) / 2 * g
+    points = (ties.view(torch.int32)[:, None] + torch.arange(-3, 4)).to(torch.int32)
+    points = torch.cat([points.view(torch.float32).flatten().clamp(min=0), torch.zeros(11)])
+    points = points.view(4, 15) * torch.tensor([1.0, -1.0]).repeat(8)[:15]
+    rows = torch.cat([(6 * g).expand(4, 1), points], dim=1).view(2, 1, 32)
+    cache = make_cache(
+        make_layout("nvfp4", "nvfp4", 1, 32), 1, device, k_global=step, v_global=step
+    )
+    slots = torch.tensor([1, 2])
+    want = clone_cache(cache, torch.device("cpu"))
+    reference.store(rows, -rows, slots, want)
+    assert want.k_scale is not None
+    assert (want.k_scale == get_format("nvfp4").one_scale).sum() == 4
+    store(rows.to(device), -rows.to(device), slots.to(device), cache)
+    assert_same_cache(cache, want)
+
+
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "kvfp4"])
 def test_every_step_of_the_block_scale(name: str, device: torch.device) -> None:
     # Maxima at, one below and one above the largest a scale holds, for every exponent.

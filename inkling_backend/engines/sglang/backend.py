@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 class InklingAttnBackend(AttentionBackend):
     """Block-scaled attention over `InklingKVPool`, or over the engine's own pool for BF16."""
 
-    # Lengths are read on the device; the host needs only the engine's list of new tokens.
+    # Lengths are read on the device; the host needs only the engine's lists of new and old tokens.
     needs_cpu_seq_lens = False
     # Plans have one row per request slot, so dummy batches must not hold more requests.
     extend_dummy_seqs_capped_by_req_pool = True
@@ -141,7 +141,7 @@ class InklingAttnBackend(AttentionBackend):
                 forward_batch.req_pool_indices,
                 forward_batch.seq_lens,
                 _indptr(forward_batch.extend_seq_lens),
-                max(forward_batch.extend_seq_lens_cpu, default=0),
+                *_host_lengths(forward_batch),
             )
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -293,3 +293,10 @@ def _indptr(lengths: torch.Tensor) -> torch.Tensor:
     out = lengths.new_zeros(lengths.shape[0] + 1, dtype=torch.int32)
     torch.cumsum(lengths, 0, out=out[1:])
     return out
+
+
+def _host_lengths(forward_batch: Any) -> tuple[list[int], list[int]]:
+    """New tokens and all tokens of each request of an extend, from the engine's lists."""
+    new = list(forward_batch.extend_seq_lens_cpu)
+    old = forward_batch.extend_prefix_lens_cpu
+    return new, [a + b for a, b in zip(new, old, strict=True)]

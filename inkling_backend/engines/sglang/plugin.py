@@ -18,12 +18,19 @@ def register() -> None:
     ``--attention-backend`` and the engine refuses the name.
     """
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
-    from sglang.srt.server_args import add_attention_backend_choices
+    from sglang.srt.server_args import (
+        add_attention_backend_choices,
+        add_deterministic_attention_backend_choices,
+        add_radix_supported_deterministic_attention_backend_choices,
+    )
 
     patches.install()
     _patch_engine_keywords()
     register_attention_backend(BACKEND)(_create)
     add_attention_backend_choices([BACKEND])
+    # No result of ours depends on the batch, on chunks or on the prefix cache.
+    add_deterministic_attention_backend_choices([BACKEND])
+    add_radix_supported_deterministic_attention_backend_choices([BACKEND])
 
 
 def _create(model_runner: Any) -> Any:
