@@ -117,8 +117,8 @@ def test_every_cured_message_exists(text: str) -> None:
     assert {message for message in found if message not in flat} == set()
 
 
-def test_metrics_named_in_the_readme_are_shown() -> None:
-    named = set(re.findall(r"`(inkling:\w+)`", README))
+def test_metrics_that_are_named_are_shown() -> None:
+    named = set(re.findall(r"`(inkling:\w+)`", PLUGIN))
     assert named == {metrics.INFO, *metrics.GAUGES}
 
 
