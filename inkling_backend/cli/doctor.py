@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 import torch
 
+from inkling_backend.engines.sglang.versions import version_reason
 from inkling_backend.errors import InklingError
 from inkling_backend.formats import RECIPES
 from inkling_backend.kernels.arch import MIN_CAPABILITY, loads_tiles, supports
 
 ENTRY_POINTS = "sglang.srt.plugins"
 PLUGIN = "inkling"
-OLDEST_ENGINE, NEXT_ENGINE = (0, 5, 17), (0, 6)
 
 
 class Check(NamedTuple):
@@ -82,9 +82,8 @@ def _engine() -> Iterator[Check]:
         step = "pip install 'inkling-backend[sglang]'"
         yield Check("SGLang", False, True, "not installed", step)
         return
-    numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
-    ok = OLDEST_ENGINE <= numbers < NEXT_ENGINE
-    yield Check("SGLang", ok, True, version, "" if ok else "install 0.5.17 or newer, below 0.6")
+    reason = version_reason(version)
+    yield Check("SGLang", reason is None, True, version, reason or "")
     points = metadata.entry_points(group=ENTRY_POINTS)
     seen = any(point.name == PLUGIN for point in points)
     step = "" if seen else "install this package with pip into the engine's environment"
