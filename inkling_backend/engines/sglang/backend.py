@@ -16,7 +16,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from inkling_backend.attention import AttentionRunner, AttentionSpec, LayerAttention
-from inkling_backend.engines.sglang import versions
+from inkling_backend.engines.sglang import metrics, versions
 from inkling_backend.engines.sglang.flags import KV_CACHE_DTYPES, flags_of
 from inkling_backend.engines.sglang.layer import layer_attention, window_of
 from inkling_backend.engines.sglang.pool import (
@@ -79,23 +79,37 @@ class InklingAttnBackend(AttentionBackend):
         if isinstance(pool, InklingKVPool):
             pool.runner = self.runner
         if versions.is_first_rank():
-            self._log_start(layers)
+            facts = self._facts()
+            self._log_start(layers, facts)
+            metrics.report(facts)
 
-    def _log_start(self, layers: list[Any]) -> None:
-        layout, num_layers = self.layout, self.pool.layer_num
+    def _facts(self) -> metrics.CacheFacts:
+        spec = self.runner.spec
+        return metrics.CacheFacts(
+            recipe=self.recipe.name,
+            query="mxfp8" if spec.quantize_query else str(spec.dtype).removeprefix("torch."),
+            kernels=self.runner.kernels,
+            bytes_per_token=self.layout.bytes_per_token * self.pool.layer_num,
+            pool_tokens=self.pool.size,
+            pool_bytes=sum(self.pool.get_kv_size_bytes()),
+            workspace_bytes=self.runner.workspace_bytes,
+        )
+
+    def _log_start(self, layers: list[Any], facts: metrics.CacheFacts) -> None:
+        layout = self.layout
         logger.info(
             "inkling: KV cache recipe %s, %d bytes per token (%d layers of %d), %d tokens in the "
             "pool, %.2fx the tokens of BF16, %s on %s, queries in %s, workspace %.1f MiB",
-            self.recipe.name,
-            layout.bytes_per_token * num_layers,
-            num_layers,
+            facts.recipe,
+            facts.bytes_per_token,
+            self.pool.layer_num,
             layout.bytes_per_token,
-            self.pool.size,
+            facts.pool_tokens,
             layout.bytes_per_token_bf16 / layout.bytes_per_token,
-            self.runner.kernels,
+            facts.kernels,
             self.device.type,
-            "mxfp8" if self.runner.spec.quantize_query else self.runner.spec.dtype,
-            self.runner.workspace_bytes / 2**20,
+            facts.query,
+            facts.workspace_bytes / 2**20,
         )
         windows = sum(window_of(layer) is not None for layer in layers)
         if windows:
