@@ -52,17 +52,22 @@ class Refusals:
         self._env = environment(env)
 
     def run(
-        self, starts: Sequence[Mapping[str, object]], program: str = "launch_server"
+        self,
+        starts: Sequence[Mapping[str, object]],
+        program: str = "launch_server",
+        envs: Sequence[Mapping[str, str]] = (),
     ) -> list[Outcome]:
         """Outcomes of the starts, in order.
 
         Args:
             starts: keywords of ``sglang.Engine``, one mapping for each start.
             program: ``launch_server``, which gets them as flags, or ``engine``.
+            envs: environment variables of each start; a PYTHONPATH goes in front of the others.
         """
+        jobs = zip(starts, envs or [{}] * len(starts), strict=True)
         done = subprocess.run(
             [sys.executable, "-m", "integration.refusals", program],
-            input=json.dumps(list(starts)),
+            input=json.dumps(list(jobs)),
             capture_output=True,
             text=True,
             env=self._env,
@@ -83,7 +88,7 @@ def _start(program: str, keywords: Mapping[str, Any]) -> None:
         sglang.Engine(**keywords)
 
 
-def _forked(program: str, keywords: Mapping[str, Any]) -> dict[str, object]:
+def _forked(program: str, keywords: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, object]:
     with tempfile.TemporaryFile() as output:
         child = os.fork()
         if child == 0:
@@ -92,6 +97,8 @@ def _forked(program: str, keywords: Mapping[str, Any]) -> dict[str, object]:
                 os.setsid()
                 os.dup2(output.fileno(), 1)
                 os.dup2(output.fileno(), 2)
+                os.environ.update(env)
+                sys.path[:0] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
                 _start(program, keywords)
                 status = 0
             except SystemExit as error:
@@ -119,10 +126,10 @@ def _wait(child: int) -> int:
 
 
 def _main() -> None:
-    starts = json.load(sys.stdin)
+    jobs = json.load(sys.stdin)
     import sglang.srt.server_args  # noqa: F401 - paid once, before the forks
 
-    print(json.dumps([_forked(sys.argv[1], keywords) for keywords in starts]))
+    print(json.dumps([_forked(sys.argv[1], keywords, env) for keywords, env in jobs]))
 
 
 if __name__ == "__main__":

@@ -104,6 +104,80 @@ def test_server_exits_with_the_reason(outcomes: dict[str, Outcome], case: str) -
     assert not [part for part in expected if part not in message], message[-3000:]
 
 
+def installed(folder: Path, name: str, version: str, plugin: str = "") -> Path:
+    """A folder in which a distribution is installed; ``plugin`` is the body of its entry point."""
+    info = folder / f"{name}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    if plugin:
+        entry = f"[sglang.srt.plugins]\n{name} = {name}_module:register\n"
+        (info / "entry_points.txt").write_text(entry)
+        body = "".join(f"    {line}\n" for line in plugin.splitlines())
+        (folder / f"{name}_module.py").write_text(f"def register():\n{body}")
+    return folder
+
+
+REPLACES = """
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+target = "sglang.srt.mem_cache.kv_cache_dtype.configure_kv_cache_dtype"
+HookRegistry.register(target, lambda **keywords: None, HookType.REPLACE)
+"""
+REGISTERS = """
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+ATTENTION_BACKENDS["inkling"] = register
+"""
+BREAKS = """
+from sglang.srt import server_args
+del server_args.add_attention_backend_choices
+"""
+# name of the case: environment, distributions beside, what the message must name
+SURROUNDINGS: dict[str, tuple[dict[str, str], dict[str, tuple[str, str]], tuple[str, ...]]] = {
+    "wrong variable": ({"INKLING_KERNELS": "cuda"}, {}, ("INKLING_KERNELS='cuda'", "reference")),
+    "kernels without a GPU": ({"INKLING_KERNELS": "triton"}, {}, ("TRITON_INTERPRET=1",)),
+    "plugin disabled": ({"SGLANG_PLUGINS": "other"}, {}, ("invalid choice: 'inkling'",)),
+    "engine too new": ({}, {"sglang": ("0.6.0", "")}, ("SGLang 0.6.0", "below 0.6")),
+    "engine too old": ({}, {"sglang": ("0.5.16", "")}, ("SGLang 0.5.16", "0.5.17 or newer")),
+    "another plugin in our place": (
+        {},
+        {"rival": ("1", REPLACES)},
+        ("the plugin rival", "configure_kv_cache_dtype", "SGLANG_PLUGINS"),
+    ),
+    "another backend of our name": (
+        {},
+        {"zrival": ("1", REGISTERS)},
+        ("zrival_module", "a backend inkling", "SGLANG_PLUGINS"),
+    ),
+    "an engine without what we use": (
+        {},
+        {"abreaks": ("1", BREAKS)},
+        ("add_attention_backend_choices", "could not be installed", "invalid choice: 'inkling'"),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def surrounded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    folder = tmp_path_factory.mktemp("surroundings")
+    model = write_config(folder / "llama", LLAMA)
+    start = options(model, "mxfp8", skip_tokenizer_init=True)
+    envs = []
+    for case, (env, beside, _) in SURROUNDINGS.items():
+        for name, (version, plugin) in beside.items():
+            env = env | {"PYTHONPATH": str(installed(folder / case, name, version, plugin))}
+        envs.append(env)
+    outcomes = Refusals().run([start] * len(envs), envs=envs)
+    return dict(zip(SURROUNDINGS, outcomes, strict=True))
+
+
+@pytest.mark.parametrize("case", SURROUNDINGS)
+def test_wrong_surroundings_are_refused(surrounded: dict[str, Outcome], case: str) -> None:
+    outcome = surrounded[case]
+    assert outcome.status > 0, outcome.output[-3000:]
+    assert "Load weight begin" not in outcome.output
+    *_, expected = SURROUNDINGS[case]
+    assert not [part for part in expected if part not in outcome.output], outcome.output[-3000:]
+
+
 @pytest.mark.parametrize("case", ["recipe against a dtype", "unknown recipe", "page size"])
 def test_engine_keywords_are_refused_alike(tmp_path: Path, case: str) -> None:
     (outcome,) = Refusals().run([keywords(tmp_path, case)], program="engine")

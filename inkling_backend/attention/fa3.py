@@ -66,7 +66,8 @@ struct InklingSoftmax {
     quad_allreduce_(row_sum, row_sum, sum_op);
 #pragma unroll
     for (int mi = 0; mi < size(row_sum); ++mi) {
-      scores_scale(mi) = pv_scale / (row_sum(mi) == 0.f ? 1.f : row_sum(mi));
+      // NaN where every logit was -inf: zero times infinity.
+      scores_scale(mi) = pv_scale / row_sum(mi);
     }
   }
 

@@ -5,8 +5,8 @@ layers share, FA3 attends over it, and so on until every request (`staging.cut_r
 head had its turn. New tokens are read from the pages like all others. K and V are exact in BF16;
 the global scales of NVFP4 are not, and are applied to logits and sums instead.
 
-A request whose V holds something that is not finite is computed again by the Triton kernel, whose
-rows get NaN from tokens that they see, and from no others.
+A head of a request whose V holds something that is not finite, or about to overflow, is computed
+again by the Triton kernel, whose rows get NaN from tokens that they see, and from no others.
 """
 
 from __future__ import annotations

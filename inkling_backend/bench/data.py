@@ -131,7 +131,8 @@ class Lab:
         """Make room for every case, before the first runner: all of them share its kernels."""
         self.max_batch = max([self.max_batch, *(case.batch for case in cases)])
         self.max_context = max([self.max_context, *(max(case.lengths) for case in cases)])
-        self.max_q_len = max(case.new_tokens if case.op == VERIFY else 1 for case in cases)
+        verified = [case.new_tokens for case in cases if case.op == VERIFY]
+        self.max_q_len = max([self.max_q_len, *verified])
 
     def runner(self, recipe: Recipe) -> AttentionRunner:
         """The one runner of a recipe.

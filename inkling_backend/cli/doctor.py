@@ -16,6 +16,7 @@ import torch
 from inkling_backend import env
 from inkling_backend.attention import AttentionSpec
 from inkling_backend.bench.results import gpu
+from inkling_backend.engines.sglang.versions import version_reason
 from inkling_backend.errors import InklingError
 from inkling_backend.formats import RECIPES, get_recipe
 from inkling_backend.formats.layout import CacheLayout
@@ -29,7 +30,6 @@ from inkling_backend.kernels.arch import (
 
 ENTRY_POINTS = "sglang.srt.plugins"
 PLUGIN = "inkling"
-OLDEST_ENGINE, NEXT_ENGINE = (0, 5, 17), (0, 6)
 _CHECK = "inkling_backend.engines.sglang.check"
 _SECONDS = 300
 # Without these the engine need not be asked.
@@ -170,9 +170,8 @@ def _engine() -> Iterator[Check]:
     if version is None:
         yield Check("SGLang", False, True, "not installed", _INSTALL)
     else:
-        numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
-        ok = OLDEST_ENGINE <= numbers < NEXT_ENGINE
-        yield Check("SGLang", ok, True, version, "" if ok else f"0.5.17 to 0.5.x: {_INSTALL}")
+        reason = version_reason(version)
+        yield Check("SGLang", reason is None, True, version, reason or "")
     points = metadata.entry_points(group=ENTRY_POINTS)
     seen = any(point.name == PLUGIN for point in points)
     step = "" if seen else "install this package with pip in the engine's environment"

@@ -2,7 +2,8 @@
 
 Global scales stay out of the copies: code times block scale is a bfloat16 number, its product with
 a global scale is not. What is not finite in V becomes zero and is marked, because zero times NaN is
-NaN: a row that does not see it would get it from an attention that masks probabilities alone.
+NaN: a row that does not see it would get it from an attention that masks probabilities alone. So is
+what is so large that a sum of it might overflow.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from inkling_backend.kernels.arguments import examples
 from inkling_backend.kernels.codec import load_query, load_rows, to_float32
 from inkling_backend.kernels.compile_case import CompileCase
 from inkling_backend.kernels.side import Side
-from inkling_backend.kernels.tile import finite, tile_slots
+from inkling_backend.kernels.tile import tile_slots
 
 # A tile is at most a page (32 tokens are the smallest), so that its slots are neighbours.
 BLOCK_T = 32
 BLOCK_R = 32
+# Sums of fewer than 2**27 such elements, times probabilities, are finite.
+LARGE = tl.constexpr(2.0**100)
 
 
 @triton.jit
@@ -68,7 +71,7 @@ def _stage_kernel(
     k = load_rows(k_ptr, k_scale_ptr, slot, head, live, K)
     _put_rows(k_out_ptr, k, row, i_head, live, capacity, K)
     v = load_rows(v_ptr, v_scale_ptr, slot, head, live, V)
-    bad = ~finite(to_float32(v))
+    bad = ~(tl.abs(to_float32(v)) < LARGE)
     v = tl.where(bad, 0.0, v)
     _put_rows(v_out_ptr, v, row, i_head, live, capacity, V)
     if tl.max(tl.max(bad.to(tl.int32), 1), 0) > 0:
@@ -97,7 +100,7 @@ def stage(
         longest: no request of these has more tokens.
         first_head: the KV head that goes to the first of the copies.
         k_out, v_out: ``[heads, capacity, Dk]``, ``[heads, capacity, Dv]`` bfloat16.
-        marks: ``[B, kv heads]`` int32: becomes 1 where V holds something that is not finite.
+        marks: ``[B, kv heads]`` int32: becomes 1 where V holds something not finite or too large.
     """
     layout = cache.layout
     grid = (triton.cdiv(longest, BLOCK_T), last - first, k_out.shape[0])

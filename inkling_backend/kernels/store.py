@@ -31,8 +31,9 @@ from inkling_backend.kernels.checks import (
     check_runs_kernels,
     check_tensor,
 )
-from inkling_backend.kernels.codec import encode, store_rows, to_float32
+from inkling_backend.kernels.codec import to_float32
 from inkling_backend.kernels.compile_case import CompileCase
+from inkling_backend.kernels.encode import encode, store_rows
 from inkling_backend.kernels.launch import early, wait_for_previous
 from inkling_backend.kernels.side import Side
 

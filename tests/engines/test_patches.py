@@ -81,6 +81,11 @@ USED = (
     ("sglang.srt.runtime_context", "get_context"),
     ("sglang.srt.runtime_context", "get_parallel"),
     ("sglang.srt.server_args", "add_attention_backend_choices"),
+    ("sglang.srt.server_args", "add_deterministic_attention_backend_choices"),
+    ("sglang.srt.server_args", "add_radix_supported_deterministic_attention_backend_choices"),
+    ("sglang.srt.layers.attention.attention_registry", "ATTENTION_BACKENDS"),
+    ("sglang.srt.plugins.hook_registry", "HookRegistry._hooks"),
+    ("sglang.srt.plugins.hook_registry", "HookType.REPLACE"),
 )
 
 

@@ -3,17 +3,20 @@ refused."""
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import triton
 
 from inkling_backend.attention import LayerAttention
 from inkling_backend.engines.sglang.flags import KV_CACHE_DTYPES, Flags
 from inkling_backend.engines.sglang.layer import layer_attention
 from inkling_backend.engines.sglang.requirements import (
     argument_reasons,
+    environment_reasons,
     flag_reasons,
     layer_reasons,
     takes_whole_prompts,
@@ -67,6 +70,36 @@ def reasons(
 @pytest.mark.parametrize("page_size", [32, 64, 128])
 def test_supported(dtype: str, page_size: int) -> None:
     assert reasons(arguments(kv_cache_dtype=dtype, page_size=page_size)) == []
+
+
+@pytest.mark.parametrize(
+    ("device", "kernels", "interpret", "words"),
+    [
+        ("cuda", "auto", False, ""),
+        ("cpu", "auto", False, ""),
+        ("cuda", "reference", True, ""),
+        ("cpu", "triton", True, ""),
+        ("cuda", "auto", True, "TRITON_INTERPRET is set"),
+        ("cpu", "triton", False, "needs TRITON_INTERPRET=1"),
+        ("cpu", "cuda", False, "INKLING_KERNELS='cuda'"),
+    ],
+)
+def test_kernels_of_the_environment(
+    device: str, kernels: str, interpret: bool, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INKLING_KERNELS", kernels)
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", interpret)
+    found = environment_reasons(device)
+    assert len(found) == bool(words)
+    assert words in "".join(found)
+
+
+def test_a_broken_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("INKLING_KERNELS", raising=False)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    (reason,) = environment_reasons("cuda")
+    assert "Triton cannot be imported" in reason
+    assert environment_reasons("cpu") == []
 
 
 def test_cpu_is_supported() -> None:

@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from inkling_backend.attention import AttentionRunner, AttentionSpec, LayerAttention
 from inkling_backend.engines.sglang import metrics, versions
-from inkling_backend.engines.sglang.flags import flags_of
+from inkling_backend.engines.sglang.flags import KV_CACHE_DTYPES, flags_of
 from inkling_backend.engines.sglang.layer import layer_attention, window_of
 from inkling_backend.engines.sglang.pool import (
     InklingKVPool,
@@ -279,7 +279,8 @@ def _geometry(model_runner: Any) -> tuple[Recipe, CacheLayout]:
     if isinstance(pool, InklingKVPool) and recipe is not None:
         return recipe, pool.layout
     plain = isinstance(pool, MHATokenToKVPool) and pool.kv_cache_layout == "nhd"
-    if recipe is not None or not plain or pool.dtype != torch.bfloat16:
+    known = name in KV_CACHE_DTYPES
+    if recipe is not None or not plain or not known or pool.dtype != torch.bfloat16:
         raise UnsupportedError(
             "this model",
             [f"the engine keeps its KV cache {name} in a {type(pool).__name__} of {pool.dtype}"],

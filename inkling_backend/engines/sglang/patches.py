@@ -24,6 +24,7 @@ from inkling_backend.engines.sglang.flags import (
 )
 from inkling_backend.engines.sglang.requirements import (
     argument_reasons,
+    environment_reasons,
     flag_reasons,
     uses_backend,
 )
@@ -88,23 +89,22 @@ def _prepare(server_args: Any, previous: Callable[[Any], None]) -> None:
     versions.set_fields(server_args, disable_hybrid_swa_memory=True)
     view = versions.view(server_args)
     model = versions.model_config(server_args)
-    _raise_if(
-        argument_reasons(
-            view,
-            flags,
-            backends,
-            model,
-            capability=versions.gpu_capability(view.device),
-            cpu_supported=versions.runs_on_cpu(),
-            tp_size=versions.attention_tp_size(view),
-            traits=versions.model_traits(model),
-        )
+    reasons = argument_reasons(
+        view,
+        flags,
+        backends,
+        model,
+        capability=versions.gpu_capability(view.device),
+        cpu_supported=versions.runs_on_cpu(),
+        tp_size=versions.attention_tp_size(view),
+        traits=versions.model_traits(model),
     )
+    _raise_if([*reasons, *environment_reasons(view.device)])
 
 
-def _raise_if(reasons: list[str]) -> None:
+def _raise_if(reasons: list[str], subject: str = "this configuration") -> None:
     if reasons:
-        raise UnsupportedError("this configuration", reasons)
+        raise UnsupportedError(subject, reasons)
 
 
 def _skip(server_args: Any, previous: Callable[[Any], None]) -> None:
@@ -268,6 +268,8 @@ PATCHES: tuple[Patch, ...] = (
 # plugin.py, because plugins load inside `Engine.__init__` and hooks on it would come too late.
 
 _registered: list[str] = []
+# Backends of our name that were there before ours.
+_displaced: list[Callable[[Any], Any]] = []
 
 
 def wanted(new: bool) -> list[Patch]:
@@ -290,17 +292,60 @@ def install() -> None:
 
 
 def verify() -> None:
-    """Raise if the engine could not apply a hook (it only logs that).
+    """Raise if the engine could not apply a hook (it only logs that), or does not run ours.
 
     Raises:
-        UnsupportedError: names the hooks that are missing.
+        UnsupportedError: names the hooks that are missing, the plugin that took a place of ours, or
+            an engine version that nobody tried.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
 
+    version = versions.engine_version()
     missing = sorted(set(_registered) - HookRegistry._patched)
+    reasons = []
     if missing or not _registered:
-        what = ", ".join(missing) or "register() of the plugin did not run"
-        raise UnsupportedError(
-            f"SGLang {versions.engine_version()}",
-            [f"the plugin could not be installed ({what}): this engine version is not supported"],
-        )
+        reasons.append(not_installed(", ".join(missing) or "register() of the plugin did not run"))
+    untried = versions.version_reason(version)
+    _raise_if([*reasons, *filter(None, [untried]), *_rivals()], f"SGLang {version}")
+
+
+def not_installed(what: str) -> str:
+    """The reason against an engine in which a place for the plugin is missing."""
+    return f"the plugin could not be installed ({what}): this engine version is not supported"
+
+
+def _rivals() -> list[str]:
+    """Other plugins that replace what the ledger changes, or the backend itself."""
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    remedy = "leave one of the two out of SGLANG_PLUGINS"
+    found = []
+    for target, hooks in HookRegistry._hooks.items():
+        if not any(own == target or own.startswith(f"{target}.") for own in _registered):
+            continue
+        for kind, hook, source in hooks:
+            if kind is HookType.REPLACE:
+                name = getattr(source, "plugin_name", None) or hook.__module__
+                found.append(
+                    f"the plugin {name} replaces {target}, which this one changes: {remedy}"
+                )
+    creators = [*_displaced, ATTENTION_BACKENDS.get(BACKEND)]
+    modules = [creator.__module__ for creator in creators if creator is not None]
+    return found + [
+        f"{module} registers a backend {BACKEND}, too: {remedy}"
+        for module in modules
+        if not module.startswith("inkling_backend.")
+    ]
+
+
+def claim(create: Callable[[Any], Any]) -> None:
+    """Register ``create`` as the backend; `verify` refuses if another plugin has the name, too."""
+    from sglang.srt.layers.attention.attention_registry import (
+        ATTENTION_BACKENDS,
+        register_attention_backend,
+    )
+
+    if BACKEND in ATTENTION_BACKENDS:
+        _displaced.append(ATTENTION_BACKENDS[BACKEND])
+    register_attention_backend(BACKEND)(create)

@@ -7,8 +7,9 @@ import multiprocessing
 import sys
 from typing import Any
 
-from inkling_backend.engines.sglang import patches
+from inkling_backend.engines.sglang import patches, versions
 from inkling_backend.engines.sglang.flags import BACKEND
+from inkling_backend.errors import UnsupportedError
 
 
 def register() -> None:
@@ -16,8 +17,20 @@ def register() -> None:
 
     The engine logs and swallows exceptions of plugins: if this fails, ``inkling`` is no choice of
     ``--attention-backend`` and the engine refuses the name.
+
+    Raises:
+        UnsupportedError: the engine lacks what the plugin stands on.
     """
-    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    try:
+        _register()
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        raise UnsupportedError(
+            f"SGLang {versions.engine_version()}", [patches.not_installed(what)]
+        ) from error
+
+
+def _register() -> None:
     from sglang.srt.server_args import (
         add_attention_backend_choices,
         add_deterministic_attention_backend_choices,
@@ -26,7 +39,7 @@ def register() -> None:
 
     patches.install()
     _patch_engine_keywords()
-    register_attention_backend(BACKEND)(_create)
+    patches.claim(_create)
     add_attention_backend_choices([BACKEND])
     # No result of ours depends on the batch, on chunks or on the prefix cache.
     add_deterministic_attention_backend_choices([BACKEND])

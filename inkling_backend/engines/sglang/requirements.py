@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from inkling_backend import env
 from inkling_backend.attention import reasons_against
 from inkling_backend.engines.sglang.flags import (
     BACKEND,
@@ -23,6 +24,7 @@ from inkling_backend.engines.sglang.flags import (
     Flags,
 )
 from inkling_backend.engines.sglang.layer import attention_kind
+from inkling_backend.errors import EnvironmentVariableError
 from inkling_backend.formats import get_recipe
 from inkling_backend.formats.layout import CacheLayout
 
@@ -184,6 +186,30 @@ def _device_reasons(
         return [f"device {'rocm' if torch.version.hip else device} is not supported: cuda, cpu"]
     if capability is None:
         return ["a GPU of compute capability 8.0 (SM80) or newer is needed, but none was found"]
+    return []
+
+
+def environment_reasons(device: str) -> list[str]:
+    """Why the kernels that INKLING_KERNELS asks for cannot run on the device (empty if they can).
+
+    The answer of this process's environment, so that nothing is found missing after weights loaded.
+    """
+    try:
+        if env.implementation(device) == "reference":
+            return []
+    except EnvironmentVariableError as error:
+        return [str(error)]
+    try:
+        from triton import knobs
+    except Exception as error:  # whatever a broken installation raises
+        return [
+            f"Triton cannot be imported ({type(error).__name__}: {error}): install the version "
+            f"that torch {torch.__version__} wants"
+        ]
+    if device == "cuda" and knobs.runtime.interpret:
+        return ["TRITON_INTERPRET is set, which would run the kernels on the CPU: unset it"]
+    if device != "cuda" and not knobs.runtime.interpret:
+        return [f"INKLING_KERNELS=triton on {device} needs TRITON_INTERPRET=1: unset it"]
     return []
 
 

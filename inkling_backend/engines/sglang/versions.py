@@ -7,10 +7,14 @@ its version number, so that versions between them work as far as they look like 
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from typing import Any
+
+# Versions to serve with: the oldest, and the first that is too new.
+OLDEST_ENGINE, NEXT_ENGINE = (0, 5, 17), (0, 6)
 
 Step = Callable[[Any, Callable[[Any], None]], None]
 
@@ -18,6 +22,15 @@ Step = Callable[[Any, Callable[[Any], None]], None]
 def engine_version() -> str:
     """Version of the installed engine."""
     return metadata.version("sglang")
+
+
+def version_reason(version: str) -> str | None:
+    """Why an engine of this version cannot be served with, None if it can."""
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+    if OLDEST_ENGINE <= numbers < NEXT_ENGINE:
+        return None
+    oldest, following = (".".join(map(str, numbers)) for numbers in (OLDEST_ENGINE, NEXT_ENGINE))
+    return f"SGLang {version} is not supported: install {oldest} or newer, below {following}"
 
 
 def has_resolution_pipeline() -> bool:
