@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from inkling_backend.attention import AttentionRunner, AttentionSpec, LayerAttention
-from inkling_backend.bench.cases import VERIFY, Case, Heads
+from inkling_backend.bench.cases import Case, Heads
 from inkling_backend.cache import KVCachePool
 from inkling_backend.env import Extend
 from inkling_backend.formats import Recipe
@@ -122,39 +122,37 @@ class Lab:
         self.rotate_bytes = rotate_bytes
         self.max_batch = max_batch
         self.max_context = max_context
-        self.max_q_len = 1
         self.extend = extend
         self.layer = LayerAttention(heads.head_dim**-0.5)
-        self._runners: dict[str, AttentionRunner] = {}
+        self._runners: dict[tuple[str, int], AttentionRunner] = {}
 
     def grow(self, cases: list[Case]) -> None:
         """Make room for every case, before the first runner: all of them share its kernels."""
         self.max_batch = max([self.max_batch, *(case.batch for case in cases)])
         self.max_context = max([self.max_context, *(max(case.lengths) for case in cases)])
-        verified = [case.new_tokens for case in cases if case.op == VERIFY]
-        self.max_q_len = max([self.max_q_len, *verified])
 
-    def runner(self, recipe: Recipe) -> AttentionRunner:
-        """The one runner of a recipe.
+    def runner(self, recipe: Recipe, q_len: int = 1) -> AttentionRunner:
+        """The one runner of a recipe and some number of query tokens in decode.
 
         Raises:
             UnsupportedError: this attention cannot run on the device.
         """
-        if recipe.name not in self._runners:
+        key = recipe.name, q_len
+        if key not in self._runners:
             heads = self.heads
             spec = AttentionSpec(
                 heads.q_heads, heads.layout(recipe), torch.bfloat16, recipe.quantize_query
             )
-            self._runners[recipe.name] = AttentionRunner(
+            self._runners[key] = AttentionRunner(
                 spec,
                 max_batch=self.max_batch,
                 max_context=self.max_context,
                 max_tokens=self.max_context,
                 device=self.device,
-                max_q_len=self.max_q_len,
+                max_q_len=q_len,
                 extend=self.extend,
             )
-        return self._runners[recipe.name]
+        return self._runners[key]
 
     def layers(
         self, bytes_per_layer: int, fewest: int = FEWEST_LAYERS, *, rotate: bool = True

@@ -49,7 +49,9 @@ def prepare(lab: Lab, recipe: Recipe, case: Case, *, rotate: bool) -> Prepared:
 
 
 def _attention(lab: Lab, recipe: Recipe, case: Case, rotate: bool) -> Prepared:
-    runner, heads, device = lab.runner(recipe), lab.heads, lab.device
+    decodes = case.op in (DECODE, VERIFY)
+    runner = lab.runner(recipe, case.new_tokens if decodes else 1)
+    heads, device = lab.heads, lab.device
     batch = make_batch(case, lab.max_context, device)
     pool = lab.filled_pool(recipe, batch.num_pages, rotate=rotate)
     rows = case.batch * case.new_tokens
@@ -58,7 +60,7 @@ def _attention(lab: Lab, recipe: Recipe, case: Case, rotate: bool) -> Prepared:
     v = randn(rows, heads.kv_heads, heads.head_dim, device=device)
     out = torch.empty_like(q)
     plan: DecodePlan | ExtendPlan
-    if case.op in (DECODE, VERIFY):
+    if decodes:
         plan = runner.plan_decode(
             batch.slot_table, batch.rows, batch.seq_lens, case.batch, case.new_tokens
         )

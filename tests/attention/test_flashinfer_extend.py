@@ -1,16 +1,11 @@
-"""Prefill over BF16 copies: who takes it, how it is fed, and on Hopper what FA3 makes of it.
-
-Without FlashInfer and a Hopper GPU a stand-in takes the place of FlashInfer's wrapper.
-"""
+"""Prefill over BF16 copies: who takes it and how it is fed; a stand-in takes the place of FA3."""
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,9 +16,8 @@ from inkling_backend.attention.flashinfer_extend import chosen, plan_bytes, reas
 from inkling_backend.attention.spec import AttentionSpec
 from inkling_backend.env import Extend, extend
 from inkling_backend.errors import EnvironmentVariableError, UnsupportedError
-from inkling_backend.formats import Query, get_format
+from inkling_backend.formats import get_format
 from inkling_backend.formats.layout import CacheLayout
-from inkling_backend.kernels.arch import capability_of
 from tests.attention.fa3_standin import Standin
 from tests.attention.world import PLAIN, World, assert_as_accurate, make_world, slots_of
 
@@ -361,136 +355,3 @@ def test_plan_bytes() -> None:
     assert plan_bytes(32, 0, 8192) < 7 * 4 * 64 * 32 + 8192
     # From 4096 tiles on FlashInfer has one schedule for all heads.
     assert plan_bytes(2, 0, 128 * 20000) >= 7 * 4 * 20000
-
-
-# On Hopper
-
-
-def _absent() -> str:
-    """Why FA3 cannot run here, empty if it can."""
-    if not torch.cuda.is_available():
-        return "no GPU"
-    device = torch.device("cuda", torch.cuda.current_device())
-    return "; ".join(reasons_against(spec(), 4096, capability_of(device)))
-
-
-hopper = pytest.mark.skipif(bool(_absent()), reason=f"FlashInfer's FA3: {_absent()}")
-RECIPES = [("mxfp8", "mxfp8"), ("mxfp8", "nvfp4"), ("nvfp4", "nvfp4"), ("kvfp4", "kvfp4")]
-RECIPES += [("bf16", "bf16")]
-# Several tiles of 128 tokens and some borders of theirs.
-LONG, LONG_Q = [700, 50, 1201, 1, 290, 128, 257], [20, 0, 650, 1, 290, 3, 257]
-LONG_ROWS = sum(LONG_Q)
-
-
-def long_world(device: torch.device, k: str, v: str, dims: tuple[int, int], **more: Any) -> World:
-    return make_world(
-        LONG, device, k=k, v=v, k_dim=dims[0], v_dim=dims[1], max_context=1280, **more
-    )
-
-
-def gpu_runner(world: World, quantize_query: bool = False) -> AttentionRunner:
-    spec = AttentionSpec(world.num_q_heads, world.layout, world.dtype, quantize_query)
-    return AttentionRunner(
-        spec,
-        max_batch=8,
-        max_context=world.max_context,
-        max_tokens=1 << 20,
-        device=world.device,
-        extend="flashinfer",
-    )
-
-
-def check_long(world: World, layers: tuple[LayerAttention, ...], scale: float = 1.0) -> None:
-    """FA3's output of some layers against the reference."""
-    quantized = world.layout.k_format.name == world.layout.v_format.name == "mxfp8"
-    runner = gpu_runner(world, quantized)
-    query = world.queries(LONG_ROWS, quantized=quantized, scale=scale)
-    plan = plan_of(world, runner, LONG_Q)
-    for layer in layers:
-        out = runner.run(plan, query, world.cache, world.empty_out(LONG_ROWS), layer)
-        check_all(world, out, query.dequantize(), layer, LONG_Q)
-
-
-@hopper
-@pytest.mark.parametrize(("k", "v"), RECIPES)
-def test_fa3_against_the_reference(k: str, v: str, device: torch.device) -> None:
-    check_long(long_world(device, k, v, (128, 128)), (PLAIN,))
-
-
-@hopper
-@pytest.mark.parametrize("layer", LAYERS[1:], ids=["window", "cap", "both"])
-def test_fa3_windows_and_soft_caps(layer: LayerAttention, device: torch.device) -> None:
-    check_long(long_world(device, "mxfp8", "nvfp4", (128, 128)), (layer,))
-
-
-@hopper
-@pytest.mark.parametrize("dims", [(64, 64), (256, 256), (192, 128)])
-def test_fa3_other_head_dims(dims: tuple[int, int], device: torch.device) -> None:
-    check_long(long_world(device, "mxfp8", "nvfp4", dims, group=7), (PLAIN,))
-
-
-@hopper
-def test_fa3_in_rounds(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flashinfer_extend, "STAGING_BYTES", TIGHT)
-    check_long(long_world(device, "mxfp8", "mxfp8", (128, 128)), (PLAIN, PLAIN))
-
-
-@hopper
-@pytest.mark.parametrize("scale", [1e-3, 300.0])
-def test_fa3_hides_tokens_whatever_the_scale(scale: float, device: torch.device) -> None:
-    world = long_world(device, "nvfp4", "nvfp4", (128, 128), k_scale=scale)
-    check_long(world, (LayerAttention(0.1 / scale**2),), scale)
-
-
-@hopper
-def test_fa3_keeps_what_is_not_finite_where_it_is(device: torch.device) -> None:
-    world = make_world(LENS, device, k_dim=128)
-    runner, query = gpu_runner(world), world.queries(ROWS)
-
-    def run() -> torch.Tensor:
-        plan = plan_of(world, runner)
-        return runner.run(plan, query, world.cache, world.empty_out(ROWS), PLAIN)
-
-    clean = run()
-    poison(world, torch.nan)
-    check_poisoned(run(), clean)
-
-
-@hopper
-@pytest.mark.parametrize("layer", LAYERS[:2], ids=["full", "window"])
-@pytest.mark.parametrize(("k", "v"), RECIPES)
-def test_a_row_has_the_same_bits_in_every_chunk(
-    k: str, v: str, layer: LayerAttention, device: torch.device
-) -> None:
-    """A prompt of 8k tokens at once, its last 2k over a prefix of 6k, and ragged chunks."""
-    length = 8192
-    if layer.window is not None:
-        layer = replace(layer, window=1000)
-    world = make_world(
-        *([length, 700], device),
-        **{"k": k, "v": v, "kv_heads": 8, "group": 4, "k_dim": 128, "page": 128},
-        max_context=16384,
-    )
-    quantized = k == v == "mxfp8"
-    runner = gpu_runner(world, quantized)
-    query = world.queries(length, quantized=quantized)
-
-    def rows(first: int, last: int, company: int = 0) -> torch.Tensor:
-        """Rows of request 0 as one chunk, alone or beside some rows of request 1."""
-        index = [*range(first, last), *range(company)]
-        data, scale = (None if t is None else t[index].contiguous() for t in query)
-        assert data is not None
-        n = last - first
-        indptr = torch.tensor([0, n, n + company], device=device)
-        lens = torch.tensor([last, 700], device=device)
-        plan = runner.plan_extend(
-            world.slot_table, world.rows, lens, indptr, [n, company], [last, 700]
-        )
-        out = world.empty_out(n + company)
-        return runner.run(plan, Query(data, scale), world.cache, out, layer)[:n]
-
-    whole = rows(0, length)
-    assert torch.equal(rows(6144, length), whole[6144:]), "prefix hit"
-    assert torch.equal(rows(6144, length, company=300), whole[6144:]), "in a batch"
-    for first, last in pairwise([0, 1, 130, 1000, 1001, 3333, 8000, 8191, 8192]):
-        assert torch.equal(rows(first, last), whole[first:last]), f"chunk {first}:{last}"
