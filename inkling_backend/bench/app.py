@@ -332,11 +332,9 @@ def _kernel_work(
         from inkling_backend.bench.timing import GraphMeter
 
         torch.manual_seed(0)
-        device = torch.device("cuda", torch.cuda.current_device())
+        lab = Lab(heads, torch.device("cuda", torch.cuda.current_device()), extend=extend)
         passed = True
         for i, cases in enumerate(groups):
-            # Runners are made for one operation: none is shared by two.
-            lab = Lab(heads, device, extend=extend)
             bench = Bench(lab, GraphMeter(sustained), say, with_peers=peers)
             later = [case for group in groups[i + 1 :] for case in group]
             passed &= bench.run(cases, recipes, emit, later=later)
