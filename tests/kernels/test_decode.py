@@ -11,7 +11,6 @@ import torch
 
 from inkling_backend.attention import LayerAttention
 from inkling_backend.formats import Query
-from inkling_backend.formats.layout import LayerCache, SideLayout
 from inkling_backend.kernels.configs import CHUNK_TOKENS, CHUNKED_SPLIT_TOKENS, SplitRule
 from inkling_backend.kernels.decode import DecodeCall, Partial, decode
 from inkling_backend.kernels.decode_fast import decode_fast, fits
@@ -302,32 +301,3 @@ def test_the_oracle_notices_a_missing_token(device: torch.device) -> None:
     with pytest.raises(AssertionError, match="error"):
         check(world, query, out)
     assert attend_exactly(world, 0, query.data.float()).isfinite().all()
-
-
-def test_pools_beyond_32_bit_offsets(device: torch.device) -> None:
-    world = make_world([70], device, k="mxfp8", kv_heads=1, group=1)
-    query = world.queries(1)
-    near = run_decode(world, query)
-    old, layout = world.cache, world.layout
-    pages = (1 << 31) // layout.page_size // layout.k_head_dim + 8
-    last = world.slot_table[world.rows[0], :70]
-    far = (pages - 2) * layout.page_size + torch.arange(70, device=device)
-
-    def moved(
-        side: SideLayout, data: torch.Tensor, scale: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        # Memory that is not touched is not there.
-        big = torch.empty(layout.data_shape(side, pages), dtype=torch.uint8, device=device)
-        big[far] = data[last]
-        scales = torch.empty(layout.scale_shape(side, pages), dtype=torch.uint8, device=device)
-        assert scale is not None
-        offsets = [layout.scale_offsets(side, slots) for slots in (far, last)]
-        scales.view(-1)[offsets[0]] = scale.view(-1)[offsets[1]]
-        return big, scales
-
-    k_data, k_scale = moved(layout.k, old.k_data, old.k_scale)
-    v_data, v_scale = moved(layout.v, old.v_data, old.v_scale)
-    assert k_data.numel() > 1 << 31
-    world.cache = LayerCache(layout, k_data, v_data, k_scale, v_scale)
-    world.slot_table[world.rows[0], :70] = far.to(torch.int32)
-    assert torch.equal(run_decode(world, query), near)
