@@ -293,6 +293,33 @@ def test_nan_stays_in_its_request_and_head(side: str, device: torch.device) -> N
     assert torch.equal(out[1, :2], clean[1, :2])
 
 
+@pytest.mark.parametrize("length", [100, 600])
+def test_an_infinite_value_gives_nan(length: int, device: torch.device) -> None:
+    """As in extend, where it may meet a probability of zero."""
+    world = make_world([length], device)
+    query = world.queries(1)
+    clean = run_decode(world, query)
+    world.cache.v_data[slots_of(world, 0)[77], 1, 5] = torch.inf
+    out = run_decode(world, query)
+    assert out[0, 2:, 5].isnan().all()
+    assert torch.equal(out[0, :2], clean[0, :2])
+    assert out[0, 2:, :5].isfinite().all()
+    assert out[0, 2:, 6:].isfinite().all()
+
+
+@pytest.mark.parametrize("length", [1, 100, 600])
+def test_nothing_but_infinitely_small_logits_gives_nan(length: int, device: torch.device) -> None:
+    """Finite Q and K whose product float32 does not hold: no answer, and not zero either."""
+    world = make_world([length, 5], device, group=1)
+    world.cache.k_data[slots_of(world, 0)] = -3e38
+    query = Query(torch.full((2, 2, 64), 3e38, dtype=world.dtype, device=device))
+    out = run_decode(world, query)
+    assert out[0].isnan().all()
+    # A sink is as large as anything then, and has no value.
+    sinks = torch.zeros(2, device=device)
+    assert not run_decode(world, query, layer=LayerAttention(0.125, sinks=sinks))[0].any()
+
+
 def test_the_oracle_notices_a_missing_token(device: torch.device) -> None:
     world = make_world([65], device)
     query = world.queries(1)
