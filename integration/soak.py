@@ -22,7 +22,7 @@ import urllib.error
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,10 @@ class Outcome:
     tokens: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     mismatches: list[str] = field(default_factory=list)
+
+    def figures(self) -> dict[str, object]:
+        """Everything, as JSON has it."""
+        return vars(self) | {"faults": dict(self.faults), "summary": self.summary()}
 
     def summary(self) -> str:
         """One line of figures, and the first mismatches."""
@@ -338,7 +342,7 @@ def main() -> int:
     if args.log:
         args.log.write_text(log)
     if args.json:
-        print(write_json(args.json, asdict(outcome) | {"summary": outcome.summary()}))
+        print(write_json(args.json, outcome.figures()))
     return int(bool(outcome.mismatches))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from integration.soak import FOREIGN, IDENTICAL, KINDS, MODEL, Outcome, errors_of, soak
@@ -44,3 +45,6 @@ def test_a_summary_names_the_figures() -> None:
     first, second = outcome.summary().splitlines()
     assert "7 requests, 2 faults injected (2 hung up), 20 tokens compared, 1 mismatches" in first
     assert second == "page 0 was written"
+    figures = json.loads(json.dumps(outcome.figures()))
+    assert figures["faults"] == {"hung up": 2}
+    assert figures["mismatches"] == ["page 0 was written"]
