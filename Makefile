@@ -11,7 +11,7 @@ PYTEST := $(PY) -m pytest
 # What pip installs; CI has it check hashes: --require-hashes --no-deps -r requirements/hashes.txt
 REQUIREMENTS ?= -r requirements/cpu.txt
 
-.PHONY: help demo test lint unit wheel integration env model lock clean
+.PHONY: help demo test lint unit wheel integration pages env model lock clean
 
 help:
 	@echo "make demo [RECIPE=mxfp8|nvfp4|kvfp4|mxfp8-nvfp4|bf16]  a real model answers, first with RECIPE"
@@ -20,6 +20,7 @@ help:
 	@echo "make unit         formats, kernels (interpreted) and plugin, without a running engine"
 	@echo "make wheel        the built wheel in a fresh environment"
 	@echo "make integration  the real engine with a real model"
+	@echo "make pages        write the documents' tables and pictures from committed results"
 	@echo "make env | model  only prepare the environment | the model"
 	@echo "make lock         write requirements/lock.txt and hashes.txt from the environment"
 	@echo "make clean        remove everything that make made"
@@ -44,6 +45,9 @@ wheel: env
 
 integration: model
 	$(PYTEST) integration
+
+pages: env
+	$(PY) -m integration.pages
 
 env: $(ENV_STAMP)
 

@@ -9,7 +9,10 @@ from inkling_backend.errors import EnvironmentVariableError
 
 Implementation = Literal["triton", "reference"]
 
+Extend = Literal["auto", "triton", "flashinfer"]
+
 _KERNELS = ("auto", "triton", "reference")
+EXTENDS: tuple[Extend, ...] = ("auto", "triton", "flashinfer")
 
 
 def kernels() -> str:
@@ -30,3 +33,16 @@ def implementation(device_type: str) -> Implementation:
     if wanted == "reference" or (wanted == "auto" and device_type != "cuda"):
         return "reference"
     return "triton"
+
+
+def extend() -> Extend:
+    """``INKLING_EXTEND``: what attends in prefill, ``auto``, ``triton`` or ``flashinfer``.
+
+    ``auto`` takes FlashInfer where it can serve the model, Triton elsewhere. ``flashinfer`` refuses
+    to start where it cannot. Layers that FlashInfer does not serve take Triton in either case.
+    """
+    value = os.environ.get("INKLING_EXTEND", "auto")
+    for known in EXTENDS:
+        if value == known:
+            return known
+    raise EnvironmentVariableError("INKLING_EXTEND", value, EXTENDS)

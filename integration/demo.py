@@ -27,7 +27,7 @@ def answer(model: Path, recipe: str, question: str) -> None:
     """Start a server with a recipe, print what it says about its cache and its answer."""
     start = time.monotonic()
     keywords = options(model, recipe)
-    print(f"\n== {recipe}", flush=True)
+    print(f"\n== {recipe}: starting the server", flush=True)
     with Server(keywords) as server:
         ready = time.monotonic()
         print("$ sglang serve", shlex.join(server.flags))

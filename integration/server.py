@@ -131,6 +131,13 @@ class Server:
         """
         self._post("/flush_cache", {}).close()
 
+    def metrics(self) -> dict[str, float]:
+        """The samples of ``/metrics``: name with labels, as printed there -> value."""
+        with urllib.request.urlopen(self.url + "/metrics", timeout=ANSWER_SECONDS) as response:
+            lines = response.read().decode().splitlines()
+        samples = (line.rpartition(" ") for line in lines if line and not line.startswith("#"))
+        return {name: float(value) for name, _, value in samples}
+
     def _post(self, path: str, body: Mapping[str, object], timeout: float = ANSWER_SECONDS) -> Any:
         request = urllib.request.Request(
             self.url + path,

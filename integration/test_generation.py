@@ -6,6 +6,8 @@ import re
 import time
 from pathlib import Path
 
+from inkling_backend.cli.model import read_model
+from inkling_backend.cli.plan import plan
 from integration.engine import RealEngine
 from integration.launch import options
 from integration.probe import Probe
@@ -77,6 +79,13 @@ def test_pool_takes_the_bytes_that_sizing_computed(probe: Probe, engine: RealEng
     slots = pool["tokens"] + pool["page_size"]  # the padding page is not for tokens
     beyond = pool["nbytes"] - slots * pool["bytes_per_token"]
     assert 0 <= beyond <= FIXED_BYTES
+
+
+def test_plan_has_the_pools_bytes_per_token(
+    model: Path, recipe: str, probe: Probe, engine: RealEngine
+) -> None:
+    planned = plan(read_model(model), memory_bytes=8 * 2**30).row(recipe)
+    assert planned.bytes_per_token == probe.pool["bytes_per_token"]
 
 
 def test_the_log_says_what_the_cache_is(recipe: str, probe: Probe, engine: RealEngine) -> None:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import re
+import urllib.error
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from inkling_backend.engines.sglang.metrics import GAUGES, INFO
 from integration.launch import options
 from integration.server import LAUNCH_SERVER, SERVE, Server
 
 STARTS = {
     "serve with a recipe flag": (SERVE, "kvfp4", {}),
-    "launch_server with a dtype flag": (LAUNCH_SERVER, "mxfp8", {"kv_cache_dtype": "mxfp8"}),
+    "launch_server with a dtype flag": (
+        LAUNCH_SERVER,
+        "mxfp8",
+        {"kv_cache_dtype": "mxfp8", "enable_metrics": True},
+    ),
 }
 
 
@@ -48,3 +55,25 @@ def test_an_abandoned_stream_leaves_the_server_serving(server: Server) -> None:
     next(stream)
     stream.close()
     assert "Paris" in server.chat("What is the capital of France?")
+
+
+def test_metrics_say_what_the_cache_is(server: Server) -> None:
+    if "--enable-metrics" not in server.flags:
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            server.metrics()
+        return
+    page = {name: value for name, value in server.metrics().items() if "inkling:" in name}
+    (info,) = (name for name in page if name.startswith(INFO))
+    for label in ('recipe="mxfp8"', 'query="mxfp8"', 'model_name="'):
+        assert label in info
+    assert page[info] == 1
+    values = {name: value for full, value in page.items() if (name := full.split("{")[0]) != INFO}
+    assert set(values) == set(GAUGES)
+    told = re.search(r"(\d+) bytes per token .* (\d+) tokens in the pool", server.log)
+    assert told is not None
+    per_token, tokens = map(int, told.groups())
+    assert values["inkling:kv_cache_bytes_per_token"] == per_token
+    assert values["inkling:kv_cache_tokens"] == tokens
+    # The padding page is no place for tokens.
+    assert values["inkling:kv_cache_bytes"] == per_token * (tokens + 128)
+    assert values["inkling:workspace_bytes"] >= 0

@@ -17,6 +17,7 @@ PACKAGE = ROOT / "inkling_backend"
 # What each part may import from the others. A part is a folder or a module at the top.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
+    "figures": set(),
     "env": {"errors"},
     "formats": {"errors", "env"},
     "reference": {"errors", "env", "formats"},
@@ -28,10 +29,10 @@ ALLOWED: dict[str, set[str]] = {
     "__init__": {"errors", "formats", "compat"},
     "bench": {
         *("errors", "env", "formats", "reference", "kernels", "cache", "attention"),
-        *("compat", "engines"),
+        *("compat", "engines", "figures"),
     },
     "transforms": {"errors", "formats"},
-    "accuracy": {"errors", "formats", "transforms"},
+    "accuracy": {"errors", "formats", "transforms", "figures"},
     "cli": {
         *("errors", "env", "formats", "kernels", "cache", "attention", "engines", "bench"),
         "accuracy",

@@ -1,51 +1,50 @@
-"""Pictures of rows as SVG; the only module of the measurement that needs matplotlib."""
+"""Pictures of rows as SVG."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("svg")
-
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
+from inkling_backend import figures
 from inkling_backend.accuracy.measure import Row
+from inkling_backend.accuracy.settings import BASES
 
-# Identifiers in the file follow from this instead of from chance: the same rows, the same bytes.
-matplotlib.rcParams["svg.hashsalt"] = "inkling"
+# Bases that are no recipe.
+_COLORS = {"fp8_per_tensor": figures.COLORS["fp8"], "mxfp8_q_bf16": "#6fa3dc"}
 
 
 def plot(rows: Sequence[Row], out: Path) -> list[Path]:
     """Draw ``kl.svg`` and ``attention-error.svg`` into a folder; returns their paths."""
-    out.mkdir(parents=True, exist_ok=True)
-    written = []
-    for name, draw in (("kl", _kl), ("attention-error", _heads)):
-        figure = draw([row for row in rows if row["kl"] > 0])
-        path = out / f"{name}.svg"
-        figure.savefig(path, metadata={"Date": None})
-        plt.close(figure)
-        written.append(path)
-    return written
+    pictures = (("kl", _kl), ("attention-error", _heads))
+    shown = [row for row in rows if row["kl"] > 0]
+    return [figures.save(draw(shown), out / f"{name}.svg") for name, draw in pictures]
+
+
+def _color(base: str) -> str:
+    return _COLORS.get(base) or figures.color(BASES[base].name)
 
 
 def _kl(rows: list[Row]) -> Figure:
     """One bar a setting, from the best to the worst."""
     rows = sorted(rows, key=lambda row: -row["kl"])
     figure, axis = plt.subplots(figsize=(9, 1 + 0.27 * len(rows)), layout="constrained")
-    bases = list(dict.fromkeys(row["setting"].partition("+")[0] for row in rows))
     for place, row in enumerate(rows):
-        color = f"C{bases.index(row['setting'].partition('+')[0])}"
-        axis.barh(place, row["kl"], color=color)
-        text = f" {row['kl']:.4f}, {row['bits']:g} bits"
-        axis.annotate(text, (row["kl"], place), va="center", fontsize=7)
+        axis.barh(place, row["kl"], color=_color(row["setting"].partition("+")[0]))
+        axis.annotate(
+            f"{row['kl']:.4f}, {row['bits']:g} bits",
+            (row["kl"], place),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=7,
+        )
     axis.set_yticks(range(len(rows)), [row["setting"] for row in rows], fontsize=8)
     axis.set(xscale="log", xlabel="KL divergence from the BF16 cache, nats a token")
     axis.margins(x=0.25, y=0.01)
-    axis.grid(True, axis="x", color="#e0e0e0")
-    axis.set_axisbelow(True)
+    axis.grid(True, axis="x", color=figures.GRID)
     return figure
 
 

@@ -7,24 +7,28 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from inkling_backend.attention.staging import Round
+
 if TYPE_CHECKING:  # importing it needs Triton
     from inkling_backend.kernels.plan import WorkList
 
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """One new token per request.
+    """The same number of new tokens in each request: one, or the few that speculation verifies.
 
     Attributes:
         batch: requests, on the host.
+        q_len: new tokens of each request, on the host.
         page_table: ``[batch, max_pages]`` int32, on the device; a request's row is valid up to its
             length.
-        seq_lens: ``[batch]`` int32, on the device, the new token included. 0 for a row that is
+        seq_lens: ``[batch]`` int32, on the device, new tokens included. 0 for a row that is
             padding: its output is zero.
         work: what the decode kernels have to do; None for the reference implementation.
     """
 
     batch: int
+    q_len: int
     page_table: torch.Tensor
     seq_lens: torch.Tensor
     work: WorkList | None
@@ -40,6 +44,7 @@ class ExtendPlan:
         page_table: ``[batch, max_pages]`` int32, on the device.
         seq_lens: ``[batch]`` int32, on the device, new tokens included.
         qo_indptr: ``[batch + 1]`` int32, on the device: a request's first query row.
+        rounds: on the host; empty where nothing attends over copies.
     """
 
     batch: int
@@ -47,3 +52,4 @@ class ExtendPlan:
     page_table: torch.Tensor
     seq_lens: torch.Tensor
     qo_indptr: torch.Tensor
+    rounds: tuple[Round, ...] = ()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from inkling_backend.attention.plans import DecodePlan, ExtendPlan
@@ -24,10 +26,15 @@ class ReferencePath:
         self._max_context = max_context
 
     def plan_decode(
-        self, slot_table: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, batch: int
+        self,
+        slot_table: torch.Tensor,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        batch: int,
+        q_len: int,
     ) -> DecodePlan:
         page_table, seq_lens = self._tables(slot_table, rows[:batch], seq_lens[:batch])
-        return DecodePlan(batch, page_table, seq_lens, None)
+        return DecodePlan(batch, q_len, page_table, seq_lens, None)
 
     def plan_extend(
         self,
@@ -35,9 +42,11 @@ class ReferencePath:
         rows: torch.Tensor,
         seq_lens: torch.Tensor,
         qo_indptr: torch.Tensor,
-        max_q_len: int,
+        q_lens: Sequence[int],
+        kv_lens: Sequence[int],
     ) -> ExtendPlan:
         page_table, seq_lens = self._tables(slot_table, rows, seq_lens)
+        max_q_len = max(q_lens, default=0)
         return ExtendPlan(rows.shape[0], max_q_len, page_table, seq_lens, qo_indptr.to(torch.int32))
 
     def store(
@@ -63,7 +72,7 @@ class ReferencePath:
         if isinstance(plan, ExtendPlan):
             qo_indptr = plan.qo_indptr
         else:
-            qo_indptr = torch.arange(plan.batch + 1, device=out.device)
+            qo_indptr = torch.arange(plan.batch + 1, device=out.device) * plan.q_len
         attend(query, cache, plan.page_table, plan.seq_lens, qo_indptr, layer=layer, out=out)
 
     def _tables(

@@ -9,6 +9,7 @@ device when the graph replays.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, overload
 
 import torch
@@ -22,6 +23,7 @@ from inkling_backend.formats import Query
 from inkling_backend.formats.layer_attention import LayerAttention
 from inkling_backend.formats.layout import LayerCache
 from inkling_backend.kernels.arch import capability_of
+from inkling_backend.kernels.configs import MAX_GROUP
 
 
 class _Path(Protocol):
@@ -34,7 +36,12 @@ class _Path(Protocol):
     def workspace_bytes(self) -> int: ...
 
     def plan_decode(
-        self, slot_table: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, batch: int
+        self,
+        slot_table: torch.Tensor,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        batch: int,
+        q_len: int,
     ) -> DecodePlan: ...
 
     def plan_extend(
@@ -43,7 +50,8 @@ class _Path(Protocol):
         rows: torch.Tensor,
         seq_lens: torch.Tensor,
         qo_indptr: torch.Tensor,
-        max_q_len: int,
+        q_lens: Sequence[int],
+        kv_lens: Sequence[int],
     ) -> ExtendPlan: ...
 
     def store(
@@ -74,6 +82,7 @@ class AttentionRunner:
         spec: the model's attention.
         max_batch: most requests of a batch.
         max_context: most tokens of a request; longer ones are cut to it rather than overrun memory.
+        max_q_len: query tokens that a decode plan may have for each request, beside one.
         implementation: ``"triton"`` or ``"reference"``, chosen at construction.
     """
 
@@ -85,28 +94,50 @@ class AttentionRunner:
         max_context: int,
         max_tokens: int,
         device: torch.device | str,
+        max_q_len: int = 1,
+        extend: env.Extend | None = None,
     ) -> None:
         """Allocates every buffer that `plan_decode`, `plan_extend` and `run` will need.
 
         Args:
             max_tokens: tokens that the pool holds; no request is longer.
+            extend: what attends in prefill; None for what the environment says (`env.extend`).
 
         Raises:
             UnsupportedError: with every reason, if this attention cannot run on the device.
         """
         self.device = torch.device(device)
-        reasons = requirements(spec, capability_of(self.device))
+        capability = capability_of(self.device)
+        reasons = requirements(spec, capability)
+        if not 1 <= max_q_len <= MAX_GROUP // max(1, spec.group):
+            reasons.append(
+                f"{max_q_len} query tokens of {spec.group} heads a KV head are asked of decode: "
+                f"at least 1 and at most {MAX_GROUP} rows together are supported"
+            )
         if reasons:
             raise UnsupportedError("this model", reasons)
         self.spec = spec
         self.max_batch = max_batch
         self.max_context = min(max_context, max_tokens)
+        self.max_q_len = max_q_len
         self.implementation = env.implementation(self.device.type)
+        extend = extend or env.extend()
         self._path: _Path
         if self.implementation == "triton":
+            from inkling_backend.attention import flashinfer_extend
             from inkling_backend.attention.triton_path import TritonPath
 
-            self._path = TritonPath(spec, max_batch, self.max_context, self.device)
+            # By the longest context that is allowed, not by what the pool holds, which is unknown
+            # when the memory for these buffers is set aside.
+            flashinfer = flashinfer_extend.chosen(*(extend, spec, max_context, capability))
+            self._path = TritonPath(
+                *(spec, max_batch, self.max_context, max_q_len, self.device),
+                capability=capability,
+                flashinfer=flashinfer,
+            )
+        elif extend == "flashinfer":
+            reason = "the kernels are plain torch: set INKLING_EXTEND=auto, or run on a GPU"
+            raise UnsupportedError("INKLING_EXTEND=flashinfer", [reason])
         else:
             self._path = ReferencePath(spec, self.max_context)
 
@@ -121,9 +152,14 @@ class AttentionRunner:
         return self._path.workspace_bytes
 
     def plan_decode(
-        self, slot_table: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, batch: int
+        self,
+        slot_table: torch.Tensor,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        batch: int,
+        q_len: int = 1,
     ) -> DecodePlan:
-        """Plans one new token for each of ``batch`` requests.
+        """Plans ``q_len`` new tokens for each of ``batch`` requests, causal among themselves.
 
         The plan's tensors are this runner's own, at the same addresses every time; the next
         `plan_decode` overwrites them. `plan_extend` does not.
@@ -131,11 +167,15 @@ class AttentionRunner:
         Args:
             slot_table: ``[rows, >= max_context]`` int32, position -> slot; whole pages per request.
             rows: ``[>= batch]`` int32 or int64, each request's row of ``slot_table``.
-            seq_lens: ``[>= batch]`` int32 or int64, the new token included; 0 for padding.
+            seq_lens: ``[>= batch]`` int32 or int64, new tokens included; 0 for padding, otherwise
+                at least ``q_len``.
             batch: requests.
+            q_len: 1 or ``max_q_len``.
         """
         self._check_batch(slot_table, rows, seq_lens, batch)
-        return self._path.plan_decode(slot_table, rows, seq_lens, batch)
+        if q_len not in (1, self.max_q_len):
+            raise InvalidTensorError("q_len", "one of", (1, self.max_q_len), q_len)
+        return self._path.plan_decode(slot_table, rows, seq_lens, batch, q_len)
 
     def plan_extend(
         self,
@@ -143,22 +183,29 @@ class AttentionRunner:
         rows: torch.Tensor,
         seq_lens: torch.Tensor,
         qo_indptr: torch.Tensor,
-        max_q_len: int,
+        q_lens: Sequence[int],
+        kv_lens: Sequence[int],
     ) -> ExtendPlan:
         """Plans several new tokens per request; the buffers are apart from those of decode.
+
+        The lengths come twice: what runs on the device reads them there, and what is planned on
+        the host needs them there, without waiting for the device.
 
         Args:
             slot_table: ``[rows, >= max_context]`` int32, position -> slot; whole pages per request.
             rows, seq_lens: ``[B]`` int32 or int64; lengths include the new tokens.
             qo_indptr: ``[B + 1]`` int32 or int64, each request's first query row.
-            max_q_len: at least the longest request's number of new tokens; rows beyond it would
-                not be computed.
+            q_lens, kv_lens: of each request its new tokens, as in ``qo_indptr``, and its tokens, as
+                in ``seq_lens`` (a request without new tokens may say anything); on the host.
         """
         batch = rows.shape[0]
         self._check_batch(slot_table, rows, seq_lens, batch)
+        for name, lengths in (("q_lens", q_lens), ("kv_lens", kv_lens)):
+            if len(lengths) != batch:
+                raise InvalidTensorError(name, "lengths of requests:", batch, len(lengths))
         if tuple(qo_indptr.shape) != (batch + 1,):
             raise InvalidTensorError("qo_indptr", "shape", (batch + 1,), tuple(qo_indptr.shape))
-        return self._path.plan_extend(slot_table, rows, seq_lens, qo_indptr, max_q_len)
+        return self._path.plan_extend(slot_table, rows, seq_lens, qo_indptr, q_lens, kv_lens)
 
     @overload
     def store(
@@ -209,7 +256,7 @@ class AttentionRunner:
 
         Args:
             plan: the batch; `store` has put its new tokens into ``cache``.
-            query: ``[T, query heads, Dk]``; T is ``plan.batch`` for decode, and for extend at least
+            query: ``[T, query heads, Dk]``; T is ``batch * q_len`` for decode, for extend at least
                 ``qo_indptr[-1]``. Rows from there on are padding and their ``out`` is not written.
             out: ``[T, query heads, Dv]`` or ``[T, query heads * Dv]``, contiguous, model's dtype.
             layer: scale, window, soft-cap, causality and sinks of the layer.
@@ -225,6 +272,8 @@ class AttentionRunner:
             got = f"{out.dtype}, strides {out.stride()}"
             raise InvalidTensorError("out", "contiguous", self.spec.dtype, got)
         layer.check_sinks(heads)
+        if not layer.causal and getattr(plan, "q_len", 1) > 1:
+            raise InvalidTensorError("layer", "causal", True, False)
         if rows and plan.batch and getattr(plan, "max_q_len", 1):
             self._path.run(plan, query, cache, out.view(rows, heads, head_dim), layer)
         return out
@@ -232,7 +281,7 @@ class AttentionRunner:
     def _check_query(self, plan: DecodePlan | ExtendPlan, query: Query) -> int:
         """Rows of the query."""
         data, scale = query
-        rows = data.shape[0] if isinstance(plan, ExtendPlan) else plan.batch
+        rows = data.shape[0] if isinstance(plan, ExtendPlan) else plan.batch * plan.q_len
         shape = (rows, self.spec.num_q_heads, self.spec.layout.k_head_dim)
         if tuple(data.shape) != shape or not data.is_contiguous():
             got = f"{tuple(data.shape)} with strides {data.stride()}"

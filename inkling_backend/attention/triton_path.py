@@ -5,22 +5,57 @@ Imported only where it is used: importing it needs Triton.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
 import torch
 
+from inkling_backend.attention.flashinfer_extend import FlashInferExtend, serves
 from inkling_backend.attention.plans import DecodePlan, ExtendPlan
 from inkling_backend.attention.spec import AttentionSpec
 from inkling_backend.formats import Query
 from inkling_backend.formats.layer_attention import LayerAttention
 from inkling_backend.formats.layout import LayerCache
 from inkling_backend.kernels import plan as planner
-from inkling_backend.kernels.arch import capability_of
-from inkling_backend.kernels.configs import split_rule
+from inkling_backend.kernels.arch import Capability
+from inkling_backend.kernels.configs import (
+    SplitRule,
+    chunked_split_rule,
+    persistent_programs,
+    split_rule,
+)
 from inkling_backend.kernels.decode import DecodeCall, Partial, decode
-from inkling_backend.kernels.decode_fast import decode_fast, fits
+from inkling_backend.kernels.decode_fast import config_for, decode_fast
 from inkling_backend.kernels.extend import extend
 from inkling_backend.kernels.merge import merge
 from inkling_backend.kernels.plan import WorkList
 from inkling_backend.kernels.store import store
+
+
+class _Decoder(NamedTuple):
+    """The decode kernel for some number of query tokens, and how it wants its work cut."""
+
+    decode: Callable[[DecodeCall], None]
+    rule: SplitRule
+
+    @classmethod
+    def choose(
+        cls,
+        spec: AttentionSpec,
+        max_batch: int,
+        max_context: int,
+        q_len: int,
+        *,
+        device: torch.device,
+        capability: Capability | None,
+    ) -> _Decoder:
+        layout = spec.layout
+        config = config_for(layout, spec.group, q_len, spec.dtype, capability)
+        sizes = (spec.num_q_heads * q_len, layout, max_batch, max_context)
+        if config is None:
+            return cls(decode, split_rule(*sizes))
+        programs = persistent_programs(config, device)
+        return cls(decode_fast, chunked_split_rule(*sizes, programs))
 
 
 class TritonPath:
@@ -31,15 +66,31 @@ class TritonPath:
     """
 
     def __init__(
-        self, spec: AttentionSpec, max_batch: int, max_context: int, device: torch.device
+        self,
+        spec: AttentionSpec,
+        max_batch: int,
+        max_context: int,
+        max_q_len: int,
+        device: torch.device,
+        *,
+        capability: Capability | None,
+        flashinfer: bool,
     ) -> None:
+        """
+        Args:
+            capability: compute capability of the GPU, None for the interpreter.
+            flashinfer: `flashinfer_extend.chosen`.
+        """
         layout = spec.layout
         self._page = layout.page_size
         self._max_context = max_context
-        fast = fits(layout, spec.group, spec.dtype, capability_of(device))
-        self._decode = decode_fast if fast else decode
-        self._rule = split_rule(spec.num_q_heads, layout, max_batch, max_context, chunked=fast)
-        items = self._rule.most_items
+        self._decoders = {
+            q_len: _Decoder.choose(
+                *(spec, max_batch, max_context, q_len), device=device, capability=capability
+            )
+            for q_len in {1, max_q_len}
+        }
+        items = max(decoder.rule.most_items for decoder in self._decoders.values())
         max_pages = -(-max_context // layout.page_size)
 
         def ints(*shape: int) -> torch.Tensor:
@@ -47,26 +98,39 @@ class TritonPath:
 
         self._decode_pages = ints(max_batch, max_pages)
         self._decode_lens = ints(max_batch)
-        self._work = WorkList(ints(max_batch + 1), ints(1), ints(items, 4))
+        self._work = WorkList.empty(items, max_batch, device)
         self._extend_pages = ints(max_batch, max_pages)
         self._extend_lens = ints(max_batch)
         self._qo_indptr = ints(max_batch + 1)
 
-        self._partial = Partial.empty(items, spec.num_q_heads, layout.v_head_dim, device)
+        rows = max(each.rule.most_items * q_len for q_len, each in self._decoders.items())
+        self._partial = Partial.empty(rows, spec.num_q_heads, layout.v_head_dim, device)
+
+        self._flashinfer: FlashInferExtend | None = None
+        if flashinfer:
+            self._flashinfer = FlashInferExtend(spec, max_batch, max_context, device)
 
     @property
     def kernels(self) -> str:
         """Names of the attention kernels chosen."""
-        return f"triton {self._decode.__name__} and {extend.__name__}"
+        names = dict.fromkeys(each.decode.__name__ for each in self._decoders.values())
+        prefill = "extend" if self._flashinfer is None else "flashinfer fa3"
+        return f"triton {', '.join(names)} and {prefill}"
 
     @property
     def workspace_bytes(self) -> int:
         """Bytes of all buffers held."""
         tensors = [t for t in vars(self).values() if isinstance(t, torch.Tensor)]
-        return sum(t.nbytes for t in (*tensors, *self._work, *self._partial))
+        own = sum(t.nbytes for t in (*tensors, *self._work, *self._partial))
+        return own + (0 if self._flashinfer is None else self._flashinfer.workspace_bytes)
 
     def plan_decode(
-        self, slot_table: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, batch: int
+        self,
+        slot_table: torch.Tensor,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        batch: int,
+        q_len: int,
     ) -> DecodePlan:
         planner.plan_decode(
             slot_table,
@@ -75,12 +139,13 @@ class TritonPath:
             batch=batch,
             page_size=self._page,
             max_context=self._max_context,
-            rule=self._rule,
+            rule=self._decoders[q_len].rule,
             page_table=self._decode_pages,
             seq_lens_out=self._decode_lens,
             work=self._work,
         )
-        return DecodePlan(batch, self._decode_pages[:batch], self._decode_lens[:batch], self._work)
+        pages, lens = self._decode_pages[:batch], self._decode_lens[:batch]
+        return DecodePlan(batch, q_len, pages, lens, self._work)
 
     def plan_extend(
         self,
@@ -88,9 +153,11 @@ class TritonPath:
         rows: torch.Tensor,
         seq_lens: torch.Tensor,
         qo_indptr: torch.Tensor,
-        max_q_len: int,
+        q_lens: Sequence[int],
+        kv_lens: Sequence[int],
     ) -> ExtendPlan:
         batch = rows.shape[0]
+        rounds = () if self._flashinfer is None else self._flashinfer.plan(q_lens, kv_lens)
         planner.plan_extend(
             slot_table,
             rows,
@@ -105,10 +172,11 @@ class TritonPath:
         )
         return ExtendPlan(
             batch,
-            max_q_len,
+            max(q_lens, default=0),
             self._extend_pages[:batch],
             self._extend_lens[:batch],
             self._qo_indptr[: batch + 1],
+            rounds,
         )
 
     def store(
@@ -132,6 +200,9 @@ class TritonPath:
         layer: LayerAttention,
     ) -> None:
         if isinstance(plan, ExtendPlan):
+            if self._flashinfer is not None and serves(layer):
+                self._flashinfer.run(plan, query, cache, out, layer)
+                return
             extend(
                 query,
                 cache,
@@ -155,6 +226,7 @@ class TritonPath:
             self._partial,
             out,
             layer,
+            plan.q_len,
         )
-        self._decode(call)
+        self._decoders[plan.q_len].decode(call)
         merge(call)

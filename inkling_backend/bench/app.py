@@ -1,11 +1,10 @@
 """Commands of the benchmark: ``decode``, ``verify``, ``extend``, ``store``, ``engine``, ``compare``
-and ``plot``."""
+and ``plot``; ``--quick`` alone runs the first four."""
 
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -13,22 +12,22 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from inkling_backend.bench import cases as shapes
 from inkling_backend.bench import compare as comparing
-from inkling_backend.bench import table
+from inkling_backend.bench import look, table
 from inkling_backend.bench.cases import Case, Heads
 from inkling_backend.bench.extra import missing
 from inkling_backend.bench.results import LIBRARIES, Results, Row, gpu, read, versions
-from inkling_backend.errors import InklingError
-from inkling_backend.formats import get_recipe
+from inkling_backend.env import Extend
+from inkling_backend.formats import Recipe, get_recipe
 
 app = typer.Typer(
-    help="Measure what the engine runs, beside the attention libraries found on this host.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
 )
 
 Formats = Annotated[
@@ -56,7 +55,11 @@ JsonFile = Annotated[
 ]
 Emit = Callable[[Row], None]
 Say = Callable[[str], None]
+Work = Callable[[Emit, Say], bool]
 _HEADS = Heads()
+_VERIFY_TOKENS = 4
+# Seconds of replays back to back for each row of the tour.
+_TOUR_SUSTAINED = 0.2
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,38 @@ class Run:
         """The recipes asked for."""
         default = shapes.QUICK_RECIPES if self.quick else shapes.RECIPE_NAMES
         return list(self.formats or default)
+
+
+@app.callback(invoke_without_command=True)
+def tour(
+    context: typer.Context,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Decode, verify, extend and store in under 3 minutes.")
+    ] = False,
+    json: JsonFile = None,
+) -> None:
+    """Measure what the engine runs, beside the attention libraries found on this host.
+
+    Every row is compared with the float32 reference before it is timed. Ctrl-C keeps what is done.
+
+    Example: inkling-backend bench --quick --json quick.json
+    """
+    if context.invoked_subcommand is not None:
+        if quick or json is not None:
+            raise typer.BadParameter(f"give options after the command {context.invoked_subcommand}")
+        return
+    if not quick:
+        raise typer.BadParameter("give a command, or --quick")
+    runs = [
+        Run(op, _HEADS, None, None, quick=True, peers=True, json=json)
+        for op in (shapes.DECODE, shapes.VERIFY, shapes.EXTEND, shapes.STORE)
+    ]
+    more = {shapes.VERIFY: {"query_tokens": _VERIFY_TOKENS}}
+    groups = [run.cases(**more.get(run.op, {})) for run in runs]
+    recipes = [get_recipe(name) for name in runs[0].recipe_names()]
+    count = sum(map(len, groups)) * len(recipes)
+    work = _kernel_work(groups, recipes, _HEADS, _TOUR_SUSTAINED, peers=True)
+    _finish("bench", json, count, table.results_table, work)
 
 
 @app.command()
@@ -122,7 +157,9 @@ def verify(
     kv_heads: KVHeads = _HEADS.kv_heads,
     head_dim: HeadDim = _HEADS.head_dim,
     page_size: PageSize = _HEADS.page_size,
-    query_tokens: Annotated[int, typer.Option(min=1, help="Query tokens per request.")] = 4,
+    query_tokens: Annotated[
+        int, typer.Option(min=1, help="Query tokens per request.")
+    ] = _VERIFY_TOKENS,
     ragged: Ragged = False,
     quick: Quick = False,
     peers: WithPeers = True,
@@ -149,6 +186,10 @@ def extend(
     kv_heads: KVHeads = _HEADS.kv_heads,
     head_dim: HeadDim = _HEADS.head_dim,
     page_size: PageSize = _HEADS.page_size,
+    extend: Annotated[
+        Extend | None,
+        typer.Option("--extend", help="What attends; unset means $INKLING_EXTEND, or auto."),
+    ] = None,
     quick: Quick = False,
     peers: WithPeers = True,
     sustained: Sustained = 1.0,
@@ -156,10 +197,11 @@ def extend(
 ) -> None:
     """Prefill: many new tokens, after a cached prefix or none.
 
-    Example: inkling-backend bench extend --shape 1x2k+32k
+    Example: inkling-backend bench extend --shape 1x2k+32k --extend flashinfer
     """
     heads = Heads(q_heads, kv_heads, head_dim, page_size)
-    _kernels(Run(shapes.EXTEND, heads, formats, shape, quick, peers, json), sustained)
+    run = Run(shapes.EXTEND, heads, formats, shape, quick, peers, json)
+    _kernels(run, sustained, extend)
 
 
 @app.command()
@@ -209,16 +251,17 @@ def engine(
 
     heads = Heads(q_heads, kv_heads, head_dim, page_size)
     run = Run(shapes.ENGINE, heads, formats, shape, quick, peers, json)
-    with _one_line(run.command):
-        names = list(formats or (shapes.QUICK_RECIPES if quick else ()))
+    with look.one_line(f"bench {run.command}"):
+        names = list(formats or (engines.QUICK_RECIPES if quick else ()))
         recipes, cases = engines.engine_recipes(names), run.cases()
-    starts = len(recipes) + (len(engines.PEERS) if peers else 0)
+    beside = (engines.QUICK_PEERS if quick else tuple(engines.PEERS)) if peers else ()
 
     def work(emit: Emit, say: Say) -> bool:
         server = engines.Server(mem_fraction, tp)
-        return engines.run(cases, recipes, server, emit, say, peers=peers)
+        return engines.run(cases, recipes, server, emit, say, peers=beside)
 
-    _finish(run, starts * len(cases), work)
+    count = (len(recipes) + len(beside)) * len(cases)
+    _finish(f"bench {run.command}", json, count, table.engine_table, work)
 
 
 @app.command()
@@ -231,7 +274,7 @@ def compare(
 
     Example: inkling-backend bench compare old.json new.json
     """
-    with _one_line("compare"):
+    with look.one_line("bench compare"):
         result = comparing.compare(read(before), read(after))
     console = Console()
     console.print(table.comparison_table(result, tolerance / 100))
@@ -239,8 +282,8 @@ def compare(
         for name in names:
             console.print(f"only in {path.name}: {name}")
     if not result.pairs:
-        typer.echo("inkling-backend bench compare: no row is in both files", err=True)
-    raise typer.Exit(0 if result.passed(tolerance / 100) else 1)
+        typer.echo(f"{look.PROGRAM} bench compare: no row is in both files", err=True)
+    raise typer.Exit(0 if result.passed(tolerance / 100) else look.FAILED)
 
 
 @app.command()
@@ -257,27 +300,31 @@ def plot(
     except ModuleNotFoundError as error:
         typer.echo(missing(error, "plot"), err=True)
         raise typer.Exit(1) from None
-    with _one_line("plot"):
+    with look.one_line("bench plot"):
         contents = [read(path) for path in files]
     for path in draw(contents, out):
         typer.echo(path)
 
 
-@contextmanager
-def _one_line(command: str) -> Iterator[None]:
-    """Ends a command with status 1 and one line for what a user can mend."""
-    try:
-        yield
-    except InklingError as error:
-        typer.echo(f"inkling-backend bench {command}: {error}", err=True)
-        raise typer.Exit(1) from None
-
-
-def _kernels(run: Run, sustained: float, **more: int | bool) -> None:
+def _kernels(run: Run, sustained: float, extend: Extend | None = None, **more: int | bool) -> None:
     """Measure an operation of `AttentionRunner`."""
-    with _one_line(run.command):
+    with look.one_line(f"bench {run.command}"):
         cases = run.cases(**more)
         recipes = [get_recipe(name) for name in run.recipe_names()]
+    work = _kernel_work([cases], recipes, run.heads, sustained, peers=run.peers, extend=extend)
+    _finish(f"bench {run.command}", run.json, len(cases) * len(recipes), table.results_table, work)
+
+
+def _kernel_work(
+    groups: list[list[Case]],
+    recipes: list[Recipe],
+    heads: Heads,
+    sustained: float,
+    *,
+    peers: bool,
+    extend: Extend | None = None,
+) -> Work:
+    """Measures groups of cases, each of one operation, in one process."""
 
     def work(emit: Emit, say: Say) -> bool:
         from inkling_backend.bench.data import Lab
@@ -285,42 +332,51 @@ def _kernels(run: Run, sustained: float, **more: int | bool) -> None:
         from inkling_backend.bench.timing import GraphMeter
 
         torch.manual_seed(0)
-        lab = Lab(run.heads, torch.device("cuda", torch.cuda.current_device()))
-        bench = Bench(lab, GraphMeter(sustained), say, with_peers=run.peers)
-        return bench.run(cases, recipes, emit)
+        lab = Lab(heads, torch.device("cuda", torch.cuda.current_device()), extend=extend)
+        passed = True
+        for i, cases in enumerate(groups):
+            bench = Bench(lab, GraphMeter(sustained), say, with_peers=peers)
+            later = [case for group in groups[i + 1 :] for case in group]
+            passed &= bench.run(cases, recipes, emit, later=later)
+        return passed
 
-    _finish(run, len(cases) * len(recipes), work)
+    return work
 
 
-def _finish(run: Run, count: int, work: Callable[[Emit, Say], bool]) -> None:
+def _finish(
+    command: str, json: Path | None, count: int, draw: Callable[[list[Row]], Table], work: Work
+) -> None:
     """Run ``work`` under a progress bar, print the table, end with the right status."""
     if not torch.cuda.is_available():
         typer.echo(
-            f"inkling-backend bench {run.command}: no CUDA GPU found, and nothing else is "
+            f"{look.PROGRAM} {command}: no CUDA GPU found, and nothing else is "
             "measured: run it on a machine with one (compare and plot work anywhere)",
             err=True,
         )
-        raise typer.Exit(2)
-    results = Results(_host(), run.json)
+        raise typer.Exit(look.NO_GPU)
+    results = Results(_host(), json)
     console, errors = Console(), Console(stderr=True)
-    columns = (TextColumn(run.op), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task(run.op, total=count)
+    passed = interrupted = False
+    try:
+        with look.progress(console) as progress:
+            task = progress.add_task(command, total=count)
 
-        def emit(row: Row) -> None:
-            results.add(row)
-            progress.advance(task)
-            progress.console.print(table.line(row))
+            def emit(row: Row) -> None:
+                results.add(row)
+                progress.advance(task)
+                progress.console.print(table.line(row))
 
-        def say(text: str) -> None:
-            errors.print(text, markup=False, highlight=False)
+            def say(text: str) -> None:
+                errors.print(text, markup=False, highlight=False)
 
-        passed = work(emit, say)
-    draw = table.engine_table if run.op == shapes.ENGINE else table.results_table
+            passed = work(emit, say)
+    except KeyboardInterrupt:
+        interrupted = True
+        console.print(f"interrupted: {len(results.rows)} of {count} rows are done")
     console.print(draw(results.rows))
-    if run.json is not None:
-        console.print(f"results in {run.json}")
-    raise typer.Exit(0 if passed else 1)
+    if json is not None and results.rows:
+        console.print(f"results in {json}")
+    raise typer.Exit(look.INTERRUPTED if interrupted else 0 if passed else look.FAILED)
 
 
 def _host() -> dict[str, str]:

@@ -10,6 +10,7 @@ import torch
 from inkling_backend.attention import AttentionRunner, AttentionSpec, LayerAttention
 from inkling_backend.bench.cases import Case, Heads
 from inkling_backend.cache import KVCachePool
+from inkling_backend.env import Extend
 from inkling_backend.formats import Recipe
 from inkling_backend.formats.layout import CacheLayout
 
@@ -109,9 +110,11 @@ class Lab:
         rotate_bytes: int = ROTATE_BYTES,
         max_batch: int = MAX_BATCH,
         max_context: int = MAX_CONTEXT,
+        extend: Extend | None = None,
     ) -> None:
         """
         Args:
+            extend: what attends in prefill; None for what the environment says.
             max_batch, max_context: of the runners; `grow` raises them to what the cases need.
         """
         self.heads = heads
@@ -119,33 +122,37 @@ class Lab:
         self.rotate_bytes = rotate_bytes
         self.max_batch = max_batch
         self.max_context = max_context
+        self.extend = extend
         self.layer = LayerAttention(heads.head_dim**-0.5)
-        self._runners: dict[str, AttentionRunner] = {}
+        self._runners: dict[tuple[str, int], AttentionRunner] = {}
 
     def grow(self, cases: list[Case]) -> None:
         """Make room for every case, before the first runner: all of them share its kernels."""
         self.max_batch = max([self.max_batch, *(case.batch for case in cases)])
         self.max_context = max([self.max_context, *(max(case.lengths) for case in cases)])
 
-    def runner(self, recipe: Recipe) -> AttentionRunner:
-        """The one runner of a recipe.
+    def runner(self, recipe: Recipe, q_len: int = 1) -> AttentionRunner:
+        """The one runner of a recipe and some number of query tokens in decode.
 
         Raises:
             UnsupportedError: this attention cannot run on the device.
         """
-        if recipe.name not in self._runners:
+        key = recipe.name, q_len
+        if key not in self._runners:
             heads = self.heads
             spec = AttentionSpec(
                 heads.q_heads, heads.layout(recipe), torch.bfloat16, recipe.quantize_query
             )
-            self._runners[recipe.name] = AttentionRunner(
+            self._runners[key] = AttentionRunner(
                 spec,
                 max_batch=self.max_batch,
                 max_context=self.max_context,
                 max_tokens=self.max_context,
                 device=self.device,
+                max_q_len=q_len,
+                extend=self.extend,
             )
-        return self._runners[recipe.name]
+        return self._runners[key]
 
     def layers(
         self, bytes_per_layer: int, fewest: int = FEWEST_LAYERS, *, rotate: bool = True

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,9 @@ from inkling_backend.errors import UnknownNameError
 
 # The engine's own backends over a BF16 cache, and their keys in a row's peers.
 PEERS = {"flashinfer": "flashinfer_bf16", "fa3": "fa3_bf16"}
+# Every engine takes most of a minute to start: three of them for a quick look.
+QUICK_PEERS = ("flashinfer",)
+QUICK_RECIPES = ("mxfp8", "nvfp4")
 PROMPT_TOKENS = 8192
 _SECONDS = 420
 _MEASURE = "inkling_backend.engines.sglang.measure"
@@ -150,15 +153,22 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def run(
-    cases: list[Case], recipes: list[str], server: Server, emit: Emit, say: Say, *, peers: bool
+    cases: list[Case],
+    recipes: list[str],
+    server: Server,
+    emit: Emit,
+    say: Say,
+    *,
+    peers: Sequence[str],
 ) -> bool:
     """One engine after the other, peers first; True if every recipe was measured.
 
     Args:
         cases: of the operation `ENGINE`, for one model.
         server: the same for all.
+        peers: those of `PEERS` to measure.
     """
-    starts = [(backend, "bf16") for backend in PEERS] if peers else []
+    starts = [(backend, "bf16") for backend in peers]
     starts += [(BACKEND, recipe) for recipe in recipes]
     shapes = {(case.batch, case.context): case for case in cases}
     seen: dict[tuple[int, int], dict[str, float]] = {shape: {} for shape in shapes}

@@ -1,29 +1,24 @@
-"""Start of a command line whose libraries are optional extras."""
+"""Start of a command line whose libraries are an optional extra."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
 
-# Library -> the extra that brings it.
-LIBRARIES = {
-    "typer": "bench",
-    "rich": "bench",
-    "matplotlib": "bench",
-    "transformers": "accuracy",
-}
+EXTRA = "bench"
+LIBRARIES = ("typer", "rich", "matplotlib", "transformers")
 
 
 def missing(error: ModuleNotFoundError, what: str) -> str:
-    """What to say of a library of the extras that is not there.
+    """What to say of a library of the extra that is not there.
 
     Raises:
         ModuleNotFoundError: the given one, if its module is none of theirs.
     """
-    if error.name not in LIBRARIES:
+    name = (error.name or "").partition(".")[0]
+    if name not in LIBRARIES:
         raise error
-    extra = LIBRARIES[error.name]
-    return f"inkling-backend: {what} needs {error.name}: pip install 'inkling-backend[{extra}]'"
+    return f"inkling-backend: {what} needs {name}: pip install 'inkling-backend[{EXTRA}]'"
 
 
 def start(load: Callable[[], Callable[[], None]]) -> None:

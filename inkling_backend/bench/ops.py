@@ -9,7 +9,7 @@ import torch
 
 from inkling_backend.attention import DecodePlan, ExtendPlan
 from inkling_backend.bench import gate
-from inkling_backend.bench.cases import DECODE, STORE, Case
+from inkling_backend.bench.cases import DECODE, STORE, VERIFY, Case
 from inkling_backend.bench.data import Lab, layer_tensors, make_batch, randn, store_inputs
 from inkling_backend.formats import Query, Recipe
 from inkling_backend.reference.store import store as reference_store
@@ -49,7 +49,9 @@ def prepare(lab: Lab, recipe: Recipe, case: Case, *, rotate: bool) -> Prepared:
 
 
 def _attention(lab: Lab, recipe: Recipe, case: Case, rotate: bool) -> Prepared:
-    runner, heads, device = lab.runner(recipe), lab.heads, lab.device
+    decodes = case.op in (DECODE, VERIFY)
+    runner = lab.runner(recipe, case.new_tokens if decodes else 1)
+    heads, device = lab.heads, lab.device
     batch = make_batch(case, lab.max_context, device)
     pool = lab.filled_pool(recipe, batch.num_pages, rotate=rotate)
     rows = case.batch * case.new_tokens
@@ -58,11 +60,14 @@ def _attention(lab: Lab, recipe: Recipe, case: Case, rotate: bool) -> Prepared:
     v = randn(rows, heads.kv_heads, heads.head_dim, device=device)
     out = torch.empty_like(q)
     plan: DecodePlan | ExtendPlan
-    if case.op == DECODE:
-        plan = runner.plan_decode(batch.slot_table, batch.rows, batch.seq_lens, case.batch)
+    if decodes:
+        plan = runner.plan_decode(
+            batch.slot_table, batch.rows, batch.seq_lens, case.batch, case.new_tokens
+        )
     else:
         plan = runner.plan_extend(
-            batch.slot_table, batch.rows, batch.seq_lens, batch.qo_indptr, case.new_tokens
+            *(batch.slot_table, batch.rows, batch.seq_lens, batch.qo_indptr),
+            *([case.new_tokens] * case.batch, batch.lens),
         )
     query = Query.quantize(q) if recipe.quantize_query else Query(q)
 

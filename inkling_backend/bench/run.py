@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -44,19 +44,27 @@ class Bench:
         self._faults: dict[str, str] = {}
         self._copies: dict[int, float] = {}
 
-    def run(self, cases: list[Case], recipes: list[Recipe], emit: Emit) -> bool:
+    def run(
+        self,
+        cases: list[Case],
+        recipes: list[Recipe],
+        emit: Emit,
+        *,
+        later: Sequence[Case] = (),
+    ) -> bool:
         """Measures every case in every recipe; True if every row has its time.
 
         Args:
             cases: of one operation.
             emit: called with each row as soon as it is complete.
+            later: cases of other operations, whose peers are built beside these.
         """
         self._lab.grow([*cases, *map(small_case, cases)])
         if self._peers is not None:
             # Imports Triton before the peers' threads import it too; the gate reports a refusal.
             with suppress(InklingError):
                 self._lab.runner(recipes[0])
-            self._peers.warm_up(cases)
+            self._peers.warm_up([*cases, *later])
         for recipe in recipes:
             self._check_small(small_case(cases[0]), recipe)
         if self._peers is not None:
@@ -91,6 +99,8 @@ class Bench:
             if recipe.name in self._faults:
                 raise GateError(self._faults[recipe.name])
             free_memory(self._lab)
+            if case.op == EXTEND:
+                row["kernels"] = self._lab.runner(recipe).kernels
             row["bytes"] = case.bytes(recipe)
             row |= self._measure(case, recipe)
             row["copy_us"] = round(self._copy(row["bytes"]), 3)

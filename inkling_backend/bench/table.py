@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
+from inkling_backend.bench import look
 from inkling_backend.bench.compare import Comparison, label
 from inkling_backend.bench.results import Row, best_bf16_peer
 
@@ -17,7 +18,7 @@ def line(row: Row) -> str:
 
 def results_table(rows: list[Row]) -> Table:
     """Time, time under load, times against the best BF16 peer, and share of the copy's speed."""
-    table = Table("", "us", "sustained", "best bf16 peer", "faster", "of copy speed")
+    table = look.table("", "us", "sustained", "best BF16\npeer", "faster", "of copy\nspeed")
     for row in rows:
         if "us" not in row:
             table.add_row(label(row), "[red]failed[/]", "", "", "", "")
@@ -36,7 +37,7 @@ def results_table(rows: list[Row]) -> Table:
 
 def engine_table(rows: list[Row]) -> Table:
     """Decode step, time to first token and size of the pool of each engine."""
-    table = Table("", "step us", "first token ms", "KV tokens", "best bf16 peer", "faster")
+    table = look.table("", "step us", "first\ntoken ms", "KV tokens", "best BF16\npeer", "faster")
     for row in rows:
         peer = best_bf16_peer(row)
         table.add_row(
@@ -52,7 +53,7 @@ def engine_table(rows: list[Row]) -> Table:
 
 def comparison_table(comparison: Comparison, tolerance: float) -> Table:
     """Before, after and their ratio, worse rows marked."""
-    table = Table("", "before us", "after us", "after / before")
+    table = look.table("", "before us", "after us", "after / before")
     for pair in comparison.pairs:
         color = "[red]" if pair.is_worse(tolerance) else ""
         cells = [f"{us:.1f}" if us is not None else "-" for us in (pair.before, pair.after)]

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
+from inkling_backend.bench import look
 from inkling_backend.bench.extra import missing
-from inkling_backend.bench.results import Results, versions
-from inkling_backend.errors import InklingError
-
-_COMMAND = "inkling-backend accuracy"
-_INTERRUPTED = 130
+from inkling_backend.bench.results import Results, Row, versions
 
 
 def accuracy(
@@ -46,9 +44,10 @@ def accuracy(
     Example: inkling-backend accuracy --model ./SmolLM2-135M --json accuracy.json --plot pictures
     """
     try:
+        from transformers.utils.logging import disable_progress_bar
+
         from inkling_backend.accuracy import settings as known
         from inkling_backend.accuracy import subject as subjects
-        from inkling_backend.accuracy import table
         from inkling_backend.accuracy.measure import Work, measure
 
         if plot is not None:
@@ -62,25 +61,47 @@ def accuracy(
         work = Work(work.chunk, work.chunks, ())
     console, interrupted = Console(), False
     results = Results(versions(("torch", "transformers")), json)
-    columns = (TextColumn("accuracy"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
-        chosen = [known.parse(name) for name in setting or default]
-        subject = subjects.load(model, device)
-        words = subjects.read_text(text)
-        with Progress(*columns, console=console) as progress:
-            task = progress.add_task("accuracy", total=work.passes(chosen))
-            for row in measure(subject, words, chosen, work, lambda: progress.advance(task)):
-                results.add(row)
-                console.print(table.line(row), highlight=False)
-    except InklingError as error:
-        typer.echo(f"{_COMMAND}: {error}", err=True)
-        raise typer.Exit(1) from None
+        with look.one_line("accuracy"):
+            chosen = [known.parse(name) for name in setting or default]
+            disable_progress_bar()
+            with console.status("reading the model"):
+                subject = subjects.load(model, device)
+            words = subjects.read_text(text)
+            with look.progress(console) as progress:
+                task = progress.add_task("accuracy", total=work.passes(chosen))
+                for row in measure(subject, words, chosen, work, lambda: progress.advance(task)):
+                    results.add(row)
+                    console.print(_line(row), highlight=False)
     except KeyboardInterrupt:
         interrupted = True
-    console.print(table.results_table(results.rows))
+        console.print("interrupted: what is done follows")
+    console.print(results_table(results.rows))
     if json is not None and results.rows:
         console.print(f"results in {json}")
     if plot is not None and any(row["kl"] for row in results.rows):
         for path in draw(results.rows, plot):
             console.print(f"picture in {path}")
-    raise typer.Exit(_INTERRUPTED if interrupted else 0)
+    raise typer.Exit(look.INTERRUPTED if interrupted else 0)
+
+
+def _line(row: Row) -> str:
+    """One row in one line, for progress."""
+    return f"{row['setting']}: KL {row['kl']:.5f}, perplexity {row['perplexity']:.3f}"
+
+
+def results_table(rows: Sequence[Row]) -> Table:
+    """Distance from the BF16 cache, needles found and error of the attention output."""
+    heads = ("bits", "KL", "perplexity", "top-1", "needles", "attention\nerror")
+    table = look.table("setting", *heads)
+    for row in rows:
+        table.add_row(
+            row["setting"].replace("+", " +"),
+            f"{row['bits']:g}",
+            f"{row['kl']:.5f}",
+            f"{row['perplexity']:.3f}",
+            f"{row['top1']:.3f}",
+            f"{row['needle']['score']:.2f}" if "needle" in row else "",
+            f"{row['attention_error']['mean']:.4f}",
+        )
+    return table

@@ -4,19 +4,34 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib import metadata
 from typing import NamedTuple
 
 import torch
 
+from inkling_backend.bench.results import gpu
 from inkling_backend.engines.sglang.versions import version_reason
 from inkling_backend.errors import InklingError
 from inkling_backend.formats import RECIPES
-from inkling_backend.kernels.arch import MIN_CAPABILITY, loads_tiles, supports
+from inkling_backend.kernels.arch import (
+    ASYNC_TILES_CAPABILITY,
+    MIN_CAPABILITY,
+    Capability,
+    loads_tiles,
+    supports,
+)
 
 ENTRY_POINTS = "sglang.srt.plugins"
 PLUGIN = "inkling"
+_CHECK = "inkling_backend.engines.sglang.check"
+_SECONDS = 300
+# Without these the engine need not be asked.
+_BEFORE_OFFER = ("SGLang", "plugin visible", "plugin allowed")
+_INSTALL = "pip install 'inkling-backend[sglang]'"
 
 
 class Check(NamedTuple):
@@ -34,7 +49,10 @@ class Check(NamedTuple):
 
 def examine() -> list[Check]:
     """Every check, in the order in which one would mend them."""
-    return [*_libraries(), *_gpu(), *_engine(), *_environment(), _kernels()]
+    checks = [*_libraries(), *_gpu(), *_kernels(), *_environment(), *_engine()]
+    if all(check.ok for check in checks if check.name in _BEFORE_OFFER):
+        checks.append(_offer())
+    return [*checks, _flashinfer()]
 
 
 def would_serve(checks: list[Check]) -> bool:
@@ -51,64 +69,119 @@ def _version(name: str) -> str | None:
 
 def _libraries() -> Iterator[Check]:
     yield Check("inkling-backend", True, True, _version("inkling-backend") or "from source")
-    yield Check("torch", True, True, torch.__version__)
+    built = "ROCm" if torch.version.hip else f"CUDA {torch.version.cuda or 'none'}"
+    yield Check("torch", True, True, f"{torch.__version__}, {built}")
     triton = _version("triton")
-    yield Check(
-        "triton",
-        triton is not None,
-        True,
-        triton or "not installed",
-        "" if triton else "pip install triton",
-    )
+    step = "" if triton else "pip install triton"
+    yield Check("triton", triton is not None, True, triton or "not installed", step)
+    # Triton builds the launcher of every kernel with it.
+    names = (os.environ.get("CC"), "gcc", "clang")
+    compiler = next((path for name in names if name and (path := shutil.which(name))), None)
+    step = "" if compiler else "install gcc or clang, or set CC: Triton needs one"
+    yield Check("C compiler", compiler is not None, True, compiler or "none found", step)
+
+
+def _driver() -> str | None:
+    """Version of the NVIDIA driver, None without one."""
+    try:
+        return gpu()["driver"]
+    except (OSError, subprocess.CalledProcessError, IndexError, ValueError):
+        return None
 
 
 def _gpu() -> Iterator[Check]:
-    if not torch.cuda.is_available():
-        built = torch.version.cuda
-        found = "none" if built else "none; this torch is built without CUDA"
-        step = "run on a machine with an NVIDIA GPU" if built else "install a CUDA build of torch"
+    driver = _driver()
+    if not torch.cuda.is_available() or torch.version.hip:
+        if torch.version.hip:
+            found, step = "AMD", "AMD GPUs are not supported: use one of NVIDIA"
+        elif not torch.version.cuda:
+            found, step = "none seen: this torch has no CUDA", "install a CUDA build of torch"
+        elif driver:
+            found = f"none seen by torch, but driver {driver}"
+            step = (
+                f"update the driver, or install a torch for a CUDA older than {torch.version.cuda}"
+            )
+        else:
+            found, step = "none", "run on a machine with an NVIDIA GPU and its driver"
         yield Check("GPU", False, True, found, step)
         return
     capability = torch.cuda.get_device_capability()
-    name = f"{torch.cuda.get_device_name()}, compute capability {capability[0]}.{capability[1]}"
+    name = f"{torch.cuda.get_device_name()}, compute capability {_dotted(capability)}"
+    if driver:
+        name += f", driver {driver}"
     ok = supports(capability)
-    least = ".".join(map(str, MIN_CAPABILITY))
-    yield Check("GPU", ok, True, name, "" if ok else f"{least} (Ampere) or newer is needed")
+    step = "" if ok else f"use one of capability {_dotted(MIN_CAPABILITY)} (Ampere) or newer"
+    yield Check("GPU", ok, True, name, step)
 
 
-def _engine() -> Iterator[Check]:
-    version = _version("sglang")
-    if version is None:
-        step = "pip install 'inkling-backend[sglang]'"
-        yield Check("SGLang", False, True, "not installed", step)
+def _dotted(capability: Capability) -> str:
+    return ".".join(map(str, capability))
+
+
+def _kernels() -> Iterator[Check]:
+    """What would run here; says nothing that the checks before have not counted."""
+    recipes = ", ".join(RECIPES)
+    usable = torch.cuda.is_available() and supports(torch.cuda.get_device_capability())
+    if not usable or importlib.util.find_spec("triton") is None:
+        step = "they need the GPU and triton of the lines above"
+        yield Check("kernels", False, False, "plain torch alone: exact and slow", step)
+        yield Check("recipes", True, False, f"{recipes}, in plain torch")
         return
-    reason = version_reason(version)
-    yield Check("SGLang", reason is None, True, version, reason or "")
-    points = metadata.entry_points(group=ENTRY_POINTS)
-    seen = any(point.name == PLUGIN for point in points)
-    step = "" if seen else "install this package with pip into the engine's environment"
-    yield Check("plugin visible to the engine", seen, True, "yes" if seen else "no", step)
-    allowed = os.environ.get("SGLANG_PLUGINS")
-    if allowed and PLUGIN not in {name.strip() for name in allowed.split(",")}:
-        step = f"unset SGLANG_PLUGINS, or add {PLUGIN} to it"
-        yield Check("plugin allowed", False, True, f"SGLANG_PLUGINS={allowed}", step)
-    flashinfer = _version("flashinfer-python")
-    yield Check("FlashInfer", flashinfer is not None, False, flashinfer or "not installed")
+    yield Check("kernels", True, False, "store, extend, decode, merge, gather in Triton")
+    capability = torch.cuda.get_device_capability()
+    fast = loads_tiles(capability)
+    found = "yes" if fast else f"no: capability {_dotted(capability)} has no asynchronous tiles"
+    step = "" if fast else f"decode serves instead; {_dotted(ASYNC_TILES_CAPABILITY)} or newer"
+    yield Check("decode_fast", fast, False, found, step)
+    yield Check("recipes", True, False, recipes)
 
 
 def _environment() -> Iterator[Check]:
     from inkling_backend import env
 
+    for name, read in (("INKLING_KERNELS", env.kernels), ("INKLING_EXTEND", env.extend)):
+        try:
+            chosen = read()
+        except InklingError as error:
+            yield Check(name, False, True, str(error), "unset it")
+            continue
+        step = "plain torch: serve with --disable-cuda-graph" if chosen == "reference" else ""
+        yield Check(name, True, True, chosen, step)
+
+
+def _engine() -> Iterator[Check]:
+    version = _version("sglang")
+    if version is None:
+        yield Check("SGLang", False, True, "not installed", _INSTALL)
+    else:
+        reason = version_reason(version)
+        yield Check("SGLang", reason is None, True, version, reason or "")
+    points = metadata.entry_points(group=ENTRY_POINTS)
+    seen = any(point.name == PLUGIN for point in points)
+    step = "" if seen else "install this package with pip in the engine's environment"
+    yield Check("plugin visible", seen, True, "yes" if seen else "no entry point", step)
+    allowed = os.environ.get("SGLANG_PLUGINS")
+    if allowed and PLUGIN not in {name.strip() for name in allowed.split(",")}:
+        step = f"unset SGLANG_PLUGINS, or add {PLUGIN} to it"
+        yield Check("plugin allowed", False, True, f"SGLANG_PLUGINS={allowed}", step)
+
+
+def _offer() -> Check:
+    """Whether the engine, asked in a process of its own, offers the backend."""
+    name = "plugin works"
     try:
-        yield Check("INKLING_KERNELS", True, True, env.kernels())
-    except InklingError as error:
-        yield Check("INKLING_KERNELS", False, True, str(error), "unset it")
+        done = subprocess.run(
+            [sys.executable, "-m", _CHECK], capture_output=True, text=True, timeout=_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return Check(name, False, True, f"no answer in {_SECONDS} s", f"run python -m {_CHECK}")
+    if done.returncode == 0:
+        return Check(name, True, True, f"the engine offers --attention-backend {PLUGIN}")
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    found = lines[-1] if lines else f"status {done.returncode}"
+    return Check(name, False, True, found, f"mend that; python -m {_CHECK} says it again")
 
 
-def _kernels() -> Check:
-    recipes = ", ".join(RECIPES)
-    if importlib.util.find_spec("triton") is None or not torch.cuda.is_available():
-        return Check("kernels", True, False, f"plain torch (reference) for {recipes}")
-    fast = loads_tiles(torch.cuda.get_device_capability())
-    decode = "decode_fast" if fast else "decode"
-    return Check("kernels", True, False, f"store, {decode}, extend for {recipes}")
+def _flashinfer() -> Check:
+    version = _version("flashinfer-python")
+    return Check("FlashInfer", version is not None, False, version or "not installed", "")

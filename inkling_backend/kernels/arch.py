@@ -9,8 +9,11 @@ Capability = tuple[int, int]
 MIN_CAPABILITY: Capability = (8, 0)
 # The oldest with conversions to and from E4M3.
 FP8_CAPABILITY: Capability = (8, 9)
-# The oldest with a tensor memory accelerator, which loads whole tiles asynchronously.
+# The oldest with a tensor memory accelerator, which loads whole tiles asynchronously, and with
+# programmatic dependent launch.
 ASYNC_TILES_CAPABILITY: Capability = (9, 0)
+# The one generation with warpgroup matrix instructions.
+FA3_MAJOR = 9
 
 _KIB = 1024
 _SMALLEST_SHARED = 99 * _KIB
@@ -50,6 +53,16 @@ def converts_to_fp8(capability: Capability) -> bool:
 def loads_tiles(capability: Capability) -> bool:
     """Whether such a GPU has a tensor memory accelerator."""
     return capability >= ASYNC_TILES_CAPABILITY
+
+
+def places_early(capability: Capability) -> bool:
+    """Whether such a GPU places a kernel while the one before it still runs, if asked to."""
+    return capability >= ASYNC_TILES_CAPABILITY
+
+
+def runs_fa3(capability: Capability) -> bool:
+    """Whether FlashAttention 3 runs on such a GPU: Hopper, and nothing before or after it."""
+    return capability[0] == FA3_MAJOR
 
 
 def shared_memory_limit(capability: Capability) -> int:

@@ -62,6 +62,7 @@ class Example(NamedTuple):
     dtype: Triton's name of the model's dtype.
     quantized: whether its query is MXFP8.
     features: names of the arguments of `layer_arguments` that are not None.
+    q_len: query tokens of a request in decode.
     """
 
     name: str
@@ -70,6 +71,12 @@ class Example(NamedTuple):
     dtype: str
     quantized: bool
     features: tuple[str, ...] = ()
+    q_len: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Query rows that meet one KV head in decode."""
+        return self.group * self.q_len
 
     def layer_signature(self) -> dict[str, str]:
         """Types of `layer_arguments`."""
@@ -113,6 +120,11 @@ def examples() -> Iterator[Example]:
         fmt = get_format(name)
         layout = CacheLayout(fmt, fmt, 8, head_dim, head_dim)
         yield Example(f"features-{name}", layout, group, "bf16", name == "mxfp8", features)
+    for name, q_len in (("mxfp8", 4), ("nvfp4", 8)):
+        fmt = get_format(name)
+        layout = CacheLayout(fmt, fmt, 8, 128, 128)
+        window = ("window",) if name == "mxfp8" else ()
+        yield Example(f"verify-{name}", layout, 4, "bf16", name == "mxfp8", window, q_len)
     encoder = CacheLayout(mxfp8, mxfp8, 8, 96, 96)
     yield Example("features-encoder", encoder, 1, "fp16", True, ("softcap_log2",))
 

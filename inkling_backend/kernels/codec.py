@@ -1,15 +1,14 @@
-"""Number formats inside kernels: tiles to codes and back, exact to the bit.
+"""Number formats inside kernels: codes to tiles, exact to the bit; `encode` is the way back.
 
-The only Triton code that knows what a bit means. Everything is integer and float32 arithmetic, so
-that every architecture and the interpreter agree with `inkling_backend.formats`.
+The two and `codec_fp16` are the only Triton code that knows what a bit means. Everything here is
+integer and float32 arithmetic, so that every architecture and the interpreter agree with
+`inkling_backend.formats`.
 
 A `Side` says what a row looks like. Tiles are ``side.pad`` wide; columns from ``side.dim`` on are
-zero when read and must be zero when encoded.
+zero.
 """
 
 from __future__ import annotations
-
-import struct
 
 import triton
 import triton.language as tl
@@ -19,11 +18,10 @@ from triton import knobs
 # nearest even, and there is no bfloat16 arithmetic.
 INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 
-_INF_BITS = tl.constexpr(0x7F800000)
-_ABS_BITS = tl.constexpr(0x7FFFFFFF)
-_MXFP8_FLOOR_BITS = tl.constexpr(struct.unpack("<i", struct.pack("<f", 1e-30))[0])
-_E8M0_NAN = tl.constexpr(0xFF)
-_E4M3_NAN = tl.constexpr(0x7F)
+INF_BITS = tl.constexpr(0x7F800000)
+ABS_BITS = tl.constexpr(0x7FFFFFFF)
+E8M0_NAN = tl.constexpr(0xFF)
+E4M3_NAN = tl.constexpr(0x7F)
 
 
 # ------------------------------------------------------------------------------------ 16-bit floats
@@ -36,17 +34,17 @@ def to_float32(x):
     elif x.dtype == tl.float16:
         # The hardware's conversion may drop the sign of a NaN.
         sign = (x.to(tl.int16, bitcast=True).to(tl.int32) << 16) & -0x80000000
-        bits = x.to(tl.float32).to(tl.int32, bitcast=True) & _ABS_BITS
+        bits = x.to(tl.float32).to(tl.int32, bitcast=True) & ABS_BITS
         return (bits | sign).to(tl.float32, bitcast=True)
     else:
         return x.to(tl.float32)
 
 
 @triton.jit
-def _round_bf16(x):
+def round_bf16(x):
     """float32 to bfloat16 by bits, nearest even; NaN stays NaN and keeps its sign."""
     bits = x.to(tl.int32, bitcast=True)
-    nan = (bits & _ABS_BITS) > _INF_BITS
+    nan = (bits & ABS_BITS) > INF_BITS
     rounded = bits + 0x7FFF + ((bits >> 16) & 1)
     bits = tl.where(nan, bits | 0x00400000, rounded)
     return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -56,7 +54,7 @@ def _round_bf16(x):
 def to_bf16(x):
     """float32 to bfloat16, nearest even, with one conversion where there is hardware for it."""
     if INTERPRETED:
-        return _round_bf16(x)
+        return round_bf16(x)
     else:
         return x.to(tl.bfloat16)
 
@@ -67,19 +65,19 @@ def _e8m0_value(byte):
     """float32 value of E8M0 bytes: ``2**(byte - 127)``, NaN for 0xFF."""
     byte = byte.to(tl.int32)
     bits = tl.where(byte == 0, 0x00400000, byte << 23)  # 2**-127 is subnormal
-    bits = tl.where(byte == _E8M0_NAN, 0x7FC00000, bits)
+    bits = tl.where(byte == E8M0_NAN, 0x7FC00000, bits)
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _e4m3_value(code):
+def e4m3_value(code):
     """float32 value of E4M3 (fn) codes, uint8."""
     wide = code.to(tl.int8, bitcast=True).to(tl.int32)
     # Sign to bit 31, exponent and mantissa to bits 26..20: the value times 2**-120, which is
     # subnormal exactly where the code is.
     bits = (wide << 20) & -0x78100000
     value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120
-    nan = (wide & 0x7F) == _E4M3_NAN
+    nan = (wide & 0x7F) == E4M3_NAN
     bits = tl.where(nan, bits | 0x7FC00000, value.to(tl.int32, bitcast=True))
     return bits.to(tl.float32, bitcast=True)
 
@@ -95,7 +93,7 @@ def _e2m1_value(code):
 def _scale_value(byte, FMT: tl.constexpr):
     """float32 value of scale bytes."""
     if FMT == "nvfp4":
-        return _e4m3_value(byte)
+        return e4m3_value(byte)
     else:
         return _e8m0_value(byte)
 
@@ -127,7 +125,7 @@ def _row_mask(mask, cols, LIMIT: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _scale_offset(slot, head, SIDE: tl.constexpr):
+def scale_offset(slot, head, SIDE: tl.constexpr):
     """``[N]`` int64: bytes from the scale buffer to the first of a row's scale bytes."""
     tl.static_assert(SIDE.page & (SIDE.page - 1) == 0)
     SF: tl.constexpr = SIDE.dim // SIDE.block
@@ -174,7 +172,7 @@ def load_rows(
         SF: tl.constexpr = D // BLOCK
         SB: tl.constexpr = D_PAD // BLOCK
         blocks = tl.arange(0, SB)
-        s_row = _scale_offset(slot, head, SIDE)
+        s_row = scale_offset(slot, head, SIDE)
         p_scale = scale_ptr + s_row[:, None] + (blocks * SIDE.s_blk)[None, :]
         scale = tl.load(p_scale, mask=_row_mask(mask, blocks, SF, SB), other=0)
         scale = _scale_value(scale, FMT)  # [N, SB]
@@ -182,7 +180,7 @@ def load_rows(
             cols = tl.arange(0, D_PAD)
             p_data = data_ptr + (row * D)[:, None] + cols[None, :]
             code = tl.load(p_data, mask=_row_mask(mask, cols, D, D_PAD), other=0)
-            return _scaled(_e4m3_value(code), scale, N, SB, BLOCK, WIDE)
+            return _scaled(e4m3_value(code), scale, N, SB, BLOCK, WIDE)
         else:
             tl.static_assert(FMT == "nvfp4" or FMT == "kvfp4")
             HALF: tl.constexpr = D_PAD // 2
@@ -225,7 +223,7 @@ def load_query(
         p_scale = scale_ptr + (row * (D // 32))[:, None] + blocks[None, :]
         scale = tl.load(p_scale, mask=_row_mask(mask, blocks, D // 32, SB), other=0)
         code = tl.load(p_data, mask=_row_mask(mask, cols, D, D_PAD), other=0)
-        return _scaled(_e4m3_value(code), _e8m0_value(scale), M, SB, 32, False)
+        return _scaled(e4m3_value(code), _e8m0_value(scale), M, SB, 32, False)
     else:
         return tl.load(p_data, mask=_row_mask(mask, cols, D, D_PAD), other=0.0)
 
@@ -245,183 +243,6 @@ def load_query_columns(
     x = tl.load(data_ptr + (row * D)[None, :] + cols[:, None], mask=mask[None, :], other=0)
     if QUANTIZED:
         p_scale = scale_ptr + (row * (D // 32))[None, :] + (cols // 32)[:, None]
-        return _e4m3_value(x) * _e8m0_value(tl.load(p_scale, mask=mask[None, :], other=0))
+        return e4m3_value(x) * _e8m0_value(tl.load(p_scale, mask=mask[None, :], other=0))
     else:
         return to_float32(x)
-
-
-# ------------------------------------------------------------------------------------------ encode
-@triton.jit
-def _round_codes(value, MAN: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr):
-    """Magnitude codes of ``value >= 0`` (float32), nearest even, saturating at code MAX; int32.
-
-    The target has MAN mantissa bits and the exponent bias BIAS; NaN gives no useful code.
-    """
-    bits = value.to(tl.int32, bitcast=True)
-    SHIFT: tl.constexpr = 23 - MAN
-    normal = bits + ((1 << (SHIFT - 1)) - 1) + ((bits >> SHIFT) & 1)
-    normal = (normal >> SHIFT) - ((127 - BIAS) << MAN)
-    # Below the smallest normal number one float32 addition rounds to the target's quantum.
-    MAGIC_BITS: tl.constexpr = (127 + 24 - BIAS - MAN) << 23
-    MAGIC: tl.constexpr = float(1 << (24 - BIAS - MAN))
-    low = (value + MAGIC).to(tl.int32, bitcast=True) - MAGIC_BITS
-    code = tl.where(bits < ((128 - BIAS) << 23), low, normal)
-    return tl.minimum(code, MAX)
-
-
-@triton.jit
-def _round_e2m1_even(value):
-    """E2M1 magnitude codes of ``value >= 0`` (float32), nearest even, saturating; int32.
-
-    Codes rise by one per 0.5 up to 2, per 1 up to 4, per 2 up to 6: the least of three lines, each
-    rounded by the addition of a number whose last bit is worth 1. All products are exact.
-    """
-    MAGIC: tl.constexpr = 12582912.0  # 1.5 * 2**23
-    code = tl.minimum(value * 2.0 + MAGIC, value + (MAGIC + 2))
-    code = tl.minimum(tl.minimum(code, value * 0.5 + (MAGIC + 4)), MAGIC + 7)
-    return code.to(tl.int32, bitcast=True) & 7
-
-
-@triton.jit
-def _round_e2m1_half_up(value):
-    """E2M1 magnitude codes of ``0 <= value <= 6`` (float32), ties away from zero; int32."""
-    bits = value.to(tl.int32, bitcast=True)
-    normal = tl.minimum(((bits + (1 << 21)) >> 22) - 252, 7)
-    low = tl.where(value >= 0.75, 2, tl.where(value >= 0.25, 1, 0))
-    return tl.where(value < 1.0, low, normal)
-
-
-@triton.jit
-def _hardware_e4m3(value, x):
-    """uint8 codes of ``value`` by the conversion of newer GPUs (SM89 on), with the sign of x.
-
-    It rounds to nearest even and saturates, as `_round_codes` does, but gives every NaN the same
-    sign. PTX ISA: ``cvt.rn.satfinite.e4m3x2.f32``.
-    """
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b16 low, high; .reg .b32 codes, a, b;
-        cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
-        mov.b32 codes, {low, high};
-        prmt.b32 a, $5, $6, 0x0073; prmt.b32 b, $7, $8, 0x0073; prmt.b32 a, a, b, 0x5410;
-        lop3.b32 $0, codes, a, 0x80808080, 0xf8;
-        }""",
-        "=r,r,r,r,r,r,r,r,r",
-        [value, x],
-        dtype=tl.uint8,
-        is_pure=True,
-        pack=4,
-    )
-
-
-@triton.jit
-def _divide(x, step):
-    """``x [R, SB, BLOCK] / step [R, SB]``, float32 to nearest even, for x >= 0 and step > 0.
-
-    Beyond 6, where codes saturate, the quotient may be any number that is. Division of every
-    element is slow; here each block has one, and its elements are corrected twice by their exact
-    remainder (Markstein), with both scaled such that nothing over- or underflows.
-    """
-    if INTERPRETED:  # has no fused multiply-add
-        return tl.div_rn(x, tl.broadcast_to(step[:, :, None], x.shape))
-    else:
-        up = _power_of_two(tl.minimum(254 - (step.to(tl.int32, bitcast=True) >> 23), 253))
-        step = step * up  # [1, 2) unless it was subnormal
-        inverse = tl.broadcast_to(tl.div_rn(1.0, step)[:, :, None], x.shape)
-        step = tl.broadcast_to(step[:, :, None], x.shape)
-        x = tl.minimum(x * up[:, :, None], 64.0)
-        quotient = x * inverse
-        quotient = tl.fma(tl.fma(-quotient, step, x), inverse, quotient)
-        return tl.fma(tl.fma(-quotient, step, x), inverse, quotient)
-
-
-@triton.jit
-def _power_of_two(exponent_field):
-    """float32 ``2**(exponent_field - 127)`` for fields 1..254."""
-    return (exponent_field << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _pack_nibbles(code, R: tl.constexpr, D_PAD: tl.constexpr):
-    """int32 codes ``[R, D_PAD]`` to bytes ``[R, D_PAD // 2]``, even elements in the low nibble."""
-    even, odd = tl.split(tl.reshape(code, (R, D_PAD // 2, 2)))
-    return (even | (odd << 4)).to(tl.uint8)
-
-
-@triton.jit
-def encode(x, global_scale, SIDE: tl.constexpr, HARDWARE: tl.constexpr):
-    """Codes and scale bytes of a tile of rows.
-
-    Args:
-        x: ``[R, side.pad]`` float32, from `to_float32`; zero in the padding columns.
-        global_scale: float32 scalar, positive; read by nvfp4 only.
-        SIDE: a `Side`.
-        HARDWARE: whether the GPU converts to E4M3; changes no bit.
-
-    Returns:
-        ``(data, scale)``: data ``[R, D_PAD]`` uint8 (mxfp8) or bfloat16 (bf16), or
-        ``[R, D_PAD // 2]`` uint8; scale ``[R, D_PAD // BLOCK]`` uint8, meaningless for bf16.
-    """
-    FMT: tl.constexpr = SIDE.fmt
-    BLOCK: tl.constexpr = SIDE.block
-    R: tl.constexpr = x.shape[0]
-    D_PAD: tl.constexpr = x.shape[1]
-    if FMT == "bf16":
-        return _round_bf16(x), tl.zeros((R, 1), tl.uint8)
-    else:
-        SB: tl.constexpr = D_PAD // BLOCK
-        x = tl.reshape(x, (R, SB, BLOCK))
-        bits = x.to(tl.int32, bitcast=True)
-        magnitude = bits & _ABS_BITS
-        finite = magnitude < _INF_BITS
-        # Positive floats order like their bits.
-        amax = tl.max(tl.where(finite, magnitude, 0), axis=2)  # [R, SB]
-        if FMT == "mxfp8":
-            # e + 127 with e the smallest integer such that amax <= 1.75 * 2**8 * 2**e.
-            byte = ((tl.maximum(amax, _MXFP8_FLOOR_BITS) + 0x1FFFFF) >> 23) - 8
-            factor = _power_of_two(254 - byte)[:, :, None]
-            if HARDWARE:
-                code = _hardware_e4m3(tl.where(finite, x * factor, float("nan")), x)
-            else:
-                code = _round_codes(tl.abs(x) * factor, 3, 7, 0x7E)
-                code = tl.where(finite, code, _E4M3_NAN) | ((bits >> 24) & 0x80)
-            return tl.reshape(code, (R, D_PAD)).to(tl.uint8), byte.to(tl.uint8)
-        else:
-            tl.static_assert(FMT == "nvfp4" or FMT == "kvfp4")
-            # E2M1 has no NaN: one non-finite element makes its block's scale NaN.
-            whole = tl.min(finite.to(tl.int32), axis=2) > 0  # [R, SB]
-            if FMT == "kvfp4":
-                # e + 127 with e the smallest integer such that amax <= 1.5 * 2**2 * 2**e.
-                byte = tl.maximum(((amax + 0x3FFFFF) >> 23) - 2, 94)
-                code = _round_e2m1_half_up(tl.abs(x) * _power_of_two(254 - byte)[:, :, None])
-                byte = tl.where(whole, byte, _E8M0_NAN)
-                live = whole
-            else:
-                ratio = tl.div_rn(amax.to(tl.float32, bitcast=True), 6.0 * global_scale)
-                byte = _round_codes(ratio, 3, 7, 0x7E)
-                live = whole & (byte > 0)
-                step = _e4m3_value(byte.to(tl.uint8)) * global_scale
-                step = tl.where(live, step, 1.0)
-                code = _round_e2m1_even(_divide(tl.abs(x), step))
-                byte = tl.where(whole, byte, _E4M3_NAN)
-            code = code | tl.where(x < 0, 8, 0)
-            code = tl.where(live[:, :, None], code, 0)
-            return _pack_nibbles(tl.reshape(code, (R, D_PAD)), R, D_PAD), byte.to(tl.uint8)
-
-
-@triton.jit
-def store_rows(data_ptr, scale_ptr, slot, head, mask, data, scale, SIDE: tl.constexpr):
-    """Write what `encode` returned; the arguments are those of `load_rows`."""
-    PER_ITEM: tl.constexpr = 2 if (SIDE.fmt == "nvfp4" or SIDE.fmt == "kvfp4") else 1
-    ITEMS: tl.constexpr = SIDE.dim // PER_ITEM
-    WIDTH: tl.constexpr = SIDE.pad // PER_ITEM
-    cols = tl.arange(0, WIDTH)
-    p_data = data_ptr + ((slot * SIDE.heads + head) * ITEMS)[:, None] + cols[None, :]
-    tl.store(p_data, data, mask=_row_mask(mask, cols, ITEMS, WIDTH))
-    if SIDE.block > 0:
-        SF: tl.constexpr = SIDE.dim // SIDE.block
-        SB: tl.constexpr = SIDE.pad // SIDE.block
-        blocks = tl.arange(0, SB)
-        s_row = _scale_offset(slot, head, SIDE)
-        p_scale = scale_ptr + s_row[:, None] + (blocks * SIDE.s_blk)[None, :]
-        tl.store(p_scale, scale, mask=_row_mask(mask, blocks, SF, SB))

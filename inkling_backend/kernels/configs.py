@@ -12,9 +12,9 @@ import torch
 
 from inkling_backend.formats.layout import CacheLayout
 
-# Query heads that one KV head may serve: their rows must fit one tile of 64 rows. `decode_fast`
-# takes groups that cost it no registers.
-MAX_GROUP, MAX_FAST_GROUP = 64, 16
+# Query heads that one KV head may serve, times query tokens in decode: their rows must fit one tile
+# of 64 rows.
+MAX_GROUP = 64
 
 # Splits are cut at multiples of this many tokens: of every kernel's KV tile.
 SPLIT_STEP = 64
@@ -27,14 +27,13 @@ MIN_SPLIT_TOKENS, MAX_SPLIT_TOKENS = 256, 1024
 # A constant, not the device's count: a result must not change with the device it ran on.
 SPLIT_PROGRAMS = 128
 
-# `decode_fast`, tokens of a chunk and of a split. A work item takes about 3 us to begin and end:
-# 1024 tokens hide that, 256 are quicker where they are needed to fill the GPU.
-CHUNK_TOKENS, CHUNKED_SPLIT_TOKENS = 256, 1024
+# `decode_fast`, tokens of a chunk and of a split. Chunks are short, to fill a GPU with one request
+# of a few thousand tokens; a partial result of 1024 tokens weighs nothing.
+CHUNK_TOKENS, CHUNKED_SPLIT_TOKENS = 128, 1024
 SPLIT_CHUNKS = CHUNKED_SPLIT_TOKENS // CHUNK_TOKENS
 
-# Chunks times KV heads of a batch up to which its chunks are work items: an H200 runs a thousand at
-# once, and two rounds of chunks are quicker than one round of splits that leaves half of it idle.
-CHUNK_PROGRAMS = 2048
+# Chunks times KV heads of a batch up to which its chunks may be work items.
+CHUNK_PROGRAMS = 4096
 
 # Programs of a merge launch, about: an H200 starts two thousand in a microsecond.
 MERGE_PROGRAMS = 2048
@@ -51,7 +50,7 @@ class SplitRule(NamedTuple):
 
     The result is a sum over splits, cut by the request's own length alone. A split may be a sum
     over chunks, added in order wherever it happens: by the work item that computes the split, or,
-    in a small batch whose work items are chunks, by the merge. So bits never depend on the batch.
+    in a batch whose work items are chunks, by the merge. So bits never depend on the batch.
 
     There is one exception: a batch that would need more than ``most_items`` work items has its
     splits doubled until it does not. That takes lengths which sum to many times what a GPU holds.
@@ -62,7 +61,10 @@ class SplitRule(NamedTuple):
         target: splits that a request should have before they grow beyond ``min_tokens``.
         step: splits are multiples of this many tokens, a chunk if there are chunks.
         most_items: work items that buffers have room for; no fewer than requests.
-        most_chunks: chunks of a batch up to which they are its work items; 0 if splits always are.
+        most_chunks: chunks of a batch up to which they may be its work items; 0 if splits always
+            are. What follows decides whether they are.
+        heads: KV heads.
+        programs: heads of work items that run at once.
     """
 
     min_tokens: int
@@ -71,6 +73,8 @@ class SplitRule(NamedTuple):
     step: int
     most_items: int
     most_chunks: int = 0
+    heads: int = 1
+    programs: int = 1
 
     def split_tokens(self, length: int) -> int:
         """Tokens of one split of a request of ``length`` tokens (`plan.split_tokens` in Python)."""
@@ -83,25 +87,36 @@ class SplitRule(NamedTuple):
 
 
 def split_rule(
-    num_q_heads: int, layout: CacheLayout, max_batch: int, max_context: int, *, chunked: bool
+    num_q_heads: int, layout: CacheLayout, max_batch: int, max_context: int
 ) -> SplitRule:
-    """The split rule of one runner; ``chunked`` for `decode_fast`.
+    """The split rule of one runner for `decode`.
 
     Partial results take `PARTIAL_BYTES` at most, unless requests alone are so many.
     """
-    affordable = max(max_batch, PARTIAL_BYTES // partial_bytes(num_q_heads, layout))
-    if chunked:
-        tokens, chunks = CHUNKED_SPLIT_TOKENS, CHUNK_PROGRAMS // layout.num_kv_heads
-        most = max(chunks, max_batch * -(-max_context // tokens))
-        return SplitRule(tokens, tokens, 1, CHUNK_TOKENS, min(affordable, most), chunks)
     target = max(16, SPLIT_PROGRAMS // layout.num_kv_heads)
     splits = max(target, -(-max_context // MAX_SPLIT_TOKENS))
     most = max_batch * min(splits, -(-max_context // MIN_SPLIT_TOKENS))
-    return SplitRule(MIN_SPLIT_TOKENS, MAX_SPLIT_TOKENS, target, SPLIT_STEP, min(affordable, most))
+    most = min(most, _affordable(num_q_heads, layout, max_batch))
+    return SplitRule(MIN_SPLIT_TOKENS, MAX_SPLIT_TOKENS, target, SPLIT_STEP, most)
+
+
+def chunked_split_rule(
+    num_q_heads: int, layout: CacheLayout, max_batch: int, max_context: int, programs: int
+) -> SplitRule:
+    """The split rule of one runner for `decode_fast`, whose grid has ``programs`` programs."""
+    tokens, heads = CHUNKED_SPLIT_TOKENS, layout.num_kv_heads
+    chunks = CHUNK_PROGRAMS // heads
+    most = max(chunks, max_batch * -(-max_context // tokens))
+    most = min(most, _affordable(num_q_heads, layout, max_batch))
+    return SplitRule(tokens, tokens, 1, CHUNK_TOKENS, most, min(chunks, most), heads, programs)
+
+
+def _affordable(num_q_heads: int, layout: CacheLayout, max_batch: int) -> int:
+    return max(max_batch, PARTIAL_BYTES // partial_bytes(num_q_heads, layout))
 
 
 def partial_bytes(num_q_heads: int, layout: CacheLayout) -> int:
-    """Bytes of the partial result of one work item: float32 output, top and total of every head."""
+    """Bytes of one partial result: float32 output, top and total of every head."""
     return num_q_heads * (layout.v_head_dim + 2) * 4
 
 
@@ -123,47 +138,71 @@ class KernelConfig:
     programs_per_sm: int = 0
 
 
-def decode_config(group: int, layout: CacheLayout) -> KernelConfig:
+def decode_config(rows: int, layout: CacheLayout) -> KernelConfig:
     """Decode: memory-bound, so many small programs, each with tiles on their way.
 
     32 tokens in four warps keep a 128-wide MXFP8 tile at 165 registers, three programs an SM; 64
-    tokens take 250. 32 also divides every page size, so that a tile lies in one page. A group of
-    more than 16 rows needs eight warps not to spill, wider heads fewer stages.
+    tokens take 250. 32 also divides every page size, so that a tile lies in one page. More
+    than 16 rows need eight warps not to spill, wider heads fewer stages.
+
+    Args:
+        rows: query heads of one KV head, times query tokens.
     """
-    rows = max(16, 1 << (group - 1).bit_length())
+    rows = max(16, 1 << (rows - 1).bit_length())
     warps = 4 if rows == 16 else 8
     if _is_wide(layout):
         return KernelConfig(rows, 32, warps, num_stages=2, programs_per_sm=2)
     return KernelConfig(rows, 32, warps, num_stages=3, programs_per_sm=3)
 
 
-def fast_decode_config(group: int, layout: CacheLayout) -> KernelConfig:
-    """`decode_fast`: few warps and deep pipelines, as many programs as an SM holds.
+def fast_decode_config(group: int, q_len: int, layout: CacheLayout) -> KernelConfig | None:
+    """`decode_fast`: few warps and deep pipelines, as many programs as an SM holds; None where it
+    would not have enough registers.
 
     Measured on an H200 (head_dim 128, 8 KV heads, groups of 4). FP4 is bound by instructions: 64
     tokens and one warp, which needs no exchange between warps, take the fewest. MXFP8 moves more
     bytes and wants more of them on their way: short tiles, seven stages. A page number comes before
     a tile, so that seven stages hold three tiles, five hold two.
+
+    Args:
+        group: query heads of one KV head.
+        q_len: query tokens of a request; as many as fit are the rows of one program.
     """
-    head_dim = max(layout.k_head_dim, layout.v_head_dim)
     bits = max(layout.k_format.element_bits, layout.v_format.element_bits)
-    tokens, warps, stages, programs = _FAST_DECODE[bits, head_dim]
-    rows = max(8, 1 << (group - 1).bit_length())
-    return KernelConfig(rows, tokens, warps, stages, programs)
+    head_dim = max(layout.k_head_dim, layout.v_head_dim)
+    for shares in range(1, q_len + 1):
+        rows = max(8, 1 << (group * -(-q_len // shares) - 1).bit_length())
+        if (rows, bits, head_dim) in _FAST_DECODE:
+            return KernelConfig(rows, *_FAST_DECODE[rows, bits, head_dim])
+    return None
 
 
-# (bits of the wider side's elements, head_dim) -> tokens, warps, stages, programs an SM: as many as
-# registers and shared memory allow.
+# (rows, bits of the wider side's elements, head_dim) -> tokens, warps, stages, programs an SM: as
+# many as registers and shared memory allow.
 _FAST_DECODE = {
-    (4, 64): (64, 1, 5, 12),
-    (4, 128): (64, 1, 5, 8),
-    (4, 256): (64, 2, 5, 4),
-    (8, 64): (64, 1, 7, 8),
-    (8, 128): (32, 1, 7, 8),
-    (8, 256): (32, 2, 7, 4),
-    (16, 64): (64, 2, 5, 5),
-    (16, 128): (64, 2, 5, 3),
-    (16, 256): (64, 4, 3, 2),
+    (8, 4, 64): (64, 1, 5, 12),
+    (8, 4, 128): (64, 1, 5, 8),
+    (8, 4, 256): (64, 2, 5, 4),
+    (8, 8, 64): (64, 1, 7, 8),
+    (8, 8, 128): (32, 1, 7, 8),
+    (8, 8, 256): (32, 2, 7, 4),
+    (8, 16, 64): (64, 2, 5, 5),
+    (8, 16, 128): (64, 2, 5, 3),
+    (8, 16, 256): (64, 4, 3, 2),
+    (16, 4, 64): (64, 1, 5, 8),
+    (16, 4, 128): (64, 2, 5, 4),
+    (16, 4, 256): (64, 4, 5, 2),
+    (16, 8, 64): (64, 1, 7, 7),
+    (16, 8, 128): (32, 1, 7, 8),
+    (16, 8, 256): (32, 4, 7, 2),
+    (16, 16, 64): (64, 2, 5, 4),
+    (16, 16, 128): (64, 2, 5, 3),
+    (16, 16, 256): (64, 4, 3, 1),
+    (32, 4, 64): (64, 4, 5, 2),
+    (32, 8, 64): (64, 4, 5, 2),
+    (32, 8, 128): (64, 4, 5, 2),
+    (32, 16, 64): (64, 2, 5, 4),
+    (32, 16, 128): (64, 4, 5, 1),
 }
 
 

@@ -1,9 +1,9 @@
-"""Decode: one new token per request against the paged, block-scaled cache.
+"""Decode: one new token per request, or a few, against the paged, block-scaled cache.
 
 A persistent grid of fixed size walks the work list of `plan.py`. One program takes one work item
-(request, split) and one KV head, with all query heads of its group as rows, and reads K and V as
-they are stored. A request of one split is finished here; the others leave a partial result for
-`merge.py`. Nothing a program computes depends on which other requests there are.
+(request, split) and one KV head, with all query heads of its group as rows, of all new tokens, and
+reads K and V as they are stored. A request of one split is finished here; the others leave a
+partial result for `merge.py`. Nothing a program computes depends on which other requests there are.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ from inkling_backend.kernels.tile import (
 class Partial(NamedTuple):
     """Partial results of work items.
 
+    Shapes are those for one query token; for several, the tokens come before the heads.
+
     out: ``[items, Hq, Dv]`` float32, sum of the rows of V times their exponentials, without the
         global scale of V.
     top: ``[items, Hq]`` float32, the largest logit, to base 2; -inf if the item has none.
@@ -75,12 +77,13 @@ class Partial(NamedTuple):
 class DecodeCall(NamedTuple):
     """Decode of one layer: what its kernels take.
 
-    query: ``[B, Hq, Dk]``.
+    query: ``[B * q_len, Hq, Dk]``.
     page_table, seq_lens, work: as `plan.plan_decode` left them.
     batch: requests.
     partial: room for every work item.
-    out: ``[B, Hq, Dv]`` bfloat16 or float16.
-    layer: what the layer asks for; one token sees the same whether causal or not.
+    out: ``[B * q_len, Hq, Dv]`` bfloat16 or float16.
+    layer: what the layer asks for; several tokens are causal.
+    q_len: query tokens of each request, the last ones of it.
     """
 
     query: Query
@@ -92,11 +95,17 @@ class DecodeCall(NamedTuple):
     partial: Partial
     out: torch.Tensor
     layer: LayerAttention
+    q_len: int = 1
 
     @property
     def group(self) -> int:
         """Query heads of one KV head."""
         return self.query.data.shape[1] // self.cache.layout.num_kv_heads
+
+    @property
+    def rows(self) -> int:
+        """Query rows that meet one KV head: of the group, of every query token."""
+        return self.group * self.q_len
 
     def arguments(self) -> tuple[Any, ...]:
         """The run-time arguments of a decode kernel, in their order."""
@@ -104,10 +113,10 @@ class DecodeCall(NamedTuple):
             *cache_arguments(self.query, self.cache),
             self.page_table,
             self.seq_lens,
-            *self.work,
+            self.work.sizes,
+            self.work.records,
             *self.partial,
             self.out,
-            self.batch,
             *layer_arguments(self.layer),
         )
 
@@ -116,6 +125,7 @@ class DecodeCall(NamedTuple):
         return {
             **cache_constants(self.cache.layout, self.group, self.page_table.shape[1]),
             "QUANTIZED": self.query.scale is not None,
+            "Q_LEN": self.q_len,
         }
 
 
@@ -123,16 +133,38 @@ def decode_case(
     kernel: Any, example: Example, config: KernelConfig, constants: dict[str, Any], **words: str
 ) -> CompileCase:
     """The compile case of a decode kernel; ``words`` are types of arguments of its own."""
-    integers = ("page_table", "seq_lens", "work_indptr", "chunked", "work", "failures")
+    integers = ("page_table", "seq_lens", "sizes", "work", "failures")
     signature = {
         **dict.fromkeys((f"{name}_ptr" for name in integers), "*i32"),
         **dict.fromkeys(("partial_ptr", "top_ptr", "total_ptr"), "*fp32"),
         "out_ptr": f"*{example.dtype}",
-        "batch": "i32",
         **words,
     }
-    constants = {**cache_constants(example.layout, example.group, 1024)} | constants
+    shape = cache_constants(example.layout, example.group, 1024)
+    constants = {**shape, "Q_LEN": example.q_len, **constants}
     return compile_case(kernel, example, signature, constants, config)
+
+
+@triton.jit
+def query_rows(
+    first, BLOCK_M: tl.constexpr, GROUP: tl.constexpr, Q_LEN: tl.constexpr, HEADS: tl.constexpr
+):
+    """The rows of a program: the group of one query token after the other.
+
+    Args:
+        first: the first of its query tokens.
+
+    Returns:
+        (mask ``[M]``, query token ``[M]``, head within the group ``[M]``, offset ``[M]`` of the row
+        from that of the group's first head and token).
+    """
+    i_m = tl.arange(0, BLOCK_M)
+    token = first + i_m // GROUP
+    i_g = i_m % GROUP
+    offset = i_m
+    if Q_LEN > 1:
+        offset = token * (HEADS * GROUP) + i_g
+    return (token < Q_LEN) & (i_m < BLOCK_M // GROUP * GROUP), token, i_g, offset
 
 
 @triton.jit
@@ -146,9 +178,12 @@ def attend_split(
     head,
     start,
     end,
+    newest,
     oldest,
+    token,
     scale_log2,
     softcap_log2,
+    Q_LEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -158,7 +193,9 @@ def attend_split(
     Args:
         q: ``[M, K.pad]``, the group's query heads.
         table_ptr: the request's page table.
-        oldest: first position that is seen (it may be negative); None if there is no window.
+        newest: last position that the first query token sees: its own.
+        oldest: first position that it sees (it may be negative); None if there is no window.
+        token: ``[M]``, query token of each row.
         scale_log2, softcap_log2: as in `layer_arguments`, with the global scale of K.
 
     Returns:
@@ -182,7 +219,12 @@ def attend_split(
         logits = raw_logits(q, k)
         if softcap_log2 is not None:
             logits = soft_cap(logits, scale_log2 / softcap_log2, softcap_log2)
-        logits = tl.where(live[None, :], logits, float("-inf"))
+        seen = live[None, :]
+        if Q_LEN > 1:
+            seen = seen & (pos[None, :] - token[:, None] <= newest)
+            if oldest is not None:
+                seen = seen & (pos[None, :] - token[:, None] >= oldest)
+        logits = tl.where(seen, logits, float("-inf"))
         v = load_rows(v_ptr, v_scale_ptr, slot, head, live, V)  # [N, DV]
         acc, row_max, row_sum = softmax_step(logits, v, acc, row_max, row_sum, step_log2)
     # A sum that is a product alone, as in `tile.soft_cap`.
@@ -207,7 +249,7 @@ def store_split(
     finished,
     V: tl.constexpr,
 ):
-    """Result of a split: the output if ``finished``, else the partial result.
+    """Result of a work item: the output if ``finished``, else the partial result.
 
     Args:
         row, part: ``[M]`` int64, rows of the output and of the partial results.
@@ -227,7 +269,7 @@ def store_split(
         tl.store(total_ptr + part, total, mask=m_row)
 
 
-@triton.jit(do_not_specialize=["batch", "window"])
+@triton.jit(do_not_specialize=["window"])
 def _decode_kernel(
     q_ptr,
     q_scale_ptr,
@@ -239,15 +281,13 @@ def _decode_kernel(
     v_global_ptr,
     page_table_ptr,
     seq_lens_ptr,
-    work_indptr_ptr,
-    chunked_ptr,
+    sizes_ptr,
     work_ptr,
     partial_ptr,
     top_ptr,
     total_ptr,
     failures_ptr,
     out_ptr,
-    batch,
     sm_scale_log2,
     window,
     softcap_log2,
@@ -255,32 +295,34 @@ def _decode_kernel(
     MAX_PAGES: tl.constexpr,
     GROUP: tl.constexpr,
     QUANTIZED: tl.constexpr,
+    Q_LEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
 ):
-    tl.static_assert(GROUP <= BLOCK_M)
+    tl.static_assert(GROUP * Q_LEN <= BLOCK_M)
     scale_log2 = sm_scale_log2
     if k_global_ptr is not None:
         scale_log2 = scale_log2 * tl.load(k_global_ptr)
     v_global = 1.0
     if v_global_ptr is not None:
         v_global = tl.load(v_global_ptr)
-    i_m = tl.arange(0, BLOCK_M)
-    m_m = i_m < GROUP
+    ROWS: tl.constexpr = Q_LEN * K.heads * GROUP
+    m_m, token, i_g, offset = query_rows(0, BLOCK_M, GROUP, Q_LEN, K.heads)
 
-    items = tl.load(work_indptr_ptr + batch) * K.heads
+    items = tl.load(sizes_ptr) * K.heads
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         # Neighbouring programs take neighbouring heads of the same tokens.
         work = item // K.heads
         head = item % K.heads
         request, start, end, whole = load_record(work_ptr, work)
-        row = request.to(tl.int64) * (K.heads * GROUP) + head * GROUP + i_m  # [M]
+        row = request.to(tl.int64) * ROWS + head * GROUP + offset  # [M]
         q = load_query(q_ptr, q_scale_ptr, row, m_m, QUANTIZED, K.dim, K.pad)
+        newest = tl.load(seq_lens_ptr + request) - Q_LEN
         oldest = None
         if window is not None:
-            oldest = tl.load(seq_lens_ptr + request) - 1 - window
+            oldest = newest - window
         acc, top, total = attend_split(
             q,
             k_ptr,
@@ -291,14 +333,17 @@ def _decode_kernel(
             head,
             start,
             end,
+            newest,
             oldest,
+            token,
             scale_log2,
             softcap_log2,
+            Q_LEN=Q_LEN,
             BLOCK_N=BLOCK_N,
             K=K,
             V=V,
         )
-        part = work.to(tl.int64) * (K.heads * GROUP) + head * GROUP + i_m  # [M]
+        part = work.to(tl.int64) * ROWS + head * GROUP + offset  # [M]
         store_split(
             partial_ptr,
             top_ptr,
@@ -312,19 +357,19 @@ def _decode_kernel(
             total,
             v_global,
             sinks_ptr,
-            head * GROUP + i_m % GROUP,
+            head * GROUP + i_g,
             whole,
             V,
         )
 
 
 def decode(call: DecodeCall) -> None:
-    """Attention of single-token requests; one launch, graph-capturable.
+    """Attention of requests with one query token or a few; one launch, graph-capturable.
 
     Writes ``call.out`` of requests of one work item, and the partial results of the others, which
     `merge.merge` finishes.
     """
-    config = decode_config(call.group, call.cache.layout)
+    config = decode_config(call.rows, call.cache.layout)
     _decode_kernel[(persistent_programs(config, call.out.device),)](
         *call.arguments(),
         **call.constants(),
@@ -338,6 +383,6 @@ def decode(call: DecodeCall) -> None:
 def compile_cases() -> Iterator[CompileCase]:
     """What launches of this module compile to, over `arguments.examples`."""
     for example in examples():
-        config = decode_config(example.group, example.layout)
+        config = decode_config(example.rows, example.layout)
         constants = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
         yield decode_case(_decode_kernel, example, config, constants)

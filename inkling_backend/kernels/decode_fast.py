@@ -39,13 +39,13 @@ from inkling_backend.kernels.codec_fp16 import (
 from inkling_backend.kernels.compile_case import CompileCase
 from inkling_backend.kernels.configs import (
     CHUNK_TOKENS,
-    MAX_FAST_GROUP,
     KernelConfig,
     fast_decode_config,
     persistent_programs,
 )
-from inkling_backend.kernels.decode import DecodeCall, decode_case
+from inkling_backend.kernels.decode import DecodeCall, decode_case, query_rows
 from inkling_backend.kernels.decode_redo import decode_redo
+from inkling_backend.kernels.launch import early, wait_for_previous
 from inkling_backend.kernels.plan import load_record
 from inkling_backend.kernels.tile import fold, normalizer, soft_cap, to_dtype
 
@@ -122,12 +122,14 @@ def _zeros(W: tl.constexpr, M: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _all_finite(acc, total):
-    """Whether no sum is Inf or NaN."""
+def _count_failure(failures_ptr, acc, total):
+    """Whether no sum is Inf or NaN; counts the others."""
     check = total * 0.0
     for i in tl.static_range(len(acc)):
         check += tl.sum(acc[i] * 0.0, 0)
-    return tl.sum(check, 0) == 0.0
+    finite = tl.sum(check, 0) == 0.0
+    tl.atomic_add(failures_ptr, 1, mask=finite == 0, sem="relaxed")
+    return finite
 
 
 @triton.jit
@@ -165,7 +167,7 @@ def _fold(top, total, acc, chunk_top, chunk_total, chunk_acc):
         )
 
 
-@triton.jit(do_not_specialize=["batch", "window"])
+@triton.jit(do_not_specialize=["window"])
 def _decode_fast_kernel(
     q_ptr,
     q_scale_ptr,
@@ -177,15 +179,13 @@ def _decode_fast_kernel(
     v_global_ptr,
     page_table_ptr,
     seq_lens_ptr,
-    work_indptr_ptr,
-    chunked_ptr,
+    sizes_ptr,
     work_ptr,
     partial_ptr,
     top_ptr,
     total_ptr,
     failures_ptr,
     out_ptr,
-    batch,
     sm_scale_log2,
     window,
     softcap_log2,
@@ -195,12 +195,15 @@ def _decode_fast_kernel(
     MAX_PAGES: tl.constexpr,
     GROUP: tl.constexpr,
     QUANTIZED: tl.constexpr,
+    Q_LEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CHUNK: tl.constexpr,
+    EARLY: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
 ):
+    wait_for_previous(EARLY)
     tl.static_assert(K.page % BLOCK_N == 0 and K.dim == K.pad and V.dim == V.pad)
     tl.static_assert(CHUNK % BLOCK_N == 0)
     # A field that is a string is a constant for a callee only under a name of its own.
@@ -216,17 +219,20 @@ def _decode_fast_kernel(
     v_global = 1.0
     if v_global_ptr is not None:
         v_global = tl.load(v_global_ptr)
-    i_m = tl.arange(0, BLOCK_M)
-    m_m = i_m < GROUP
+    ROWS: tl.constexpr = Q_LEN * K.heads * GROUP
+    # Programs side by side take the query tokens that do not fit one of them, of the same K and V.
+    TOKENS: tl.constexpr = BLOCK_M // GROUP
+    SHARES: tl.constexpr = (Q_LEN + TOKENS - 1) // TOKENS
     i_n = tl.arange(0, BLOCK_N)
 
-    items = tl.load(work_indptr_ptr + batch) * K.heads
+    items = tl.load(sizes_ptr) * (K.heads * SHARES)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        work = item // K.heads
-        head = item % K.heads
+        work = item // (K.heads * SHARES)
+        head = item // SHARES % K.heads
+        m_m, token, i_g, offset = query_rows(item % SHARES * TOKENS, BLOCK_M, GROUP, Q_LEN, K.heads)
         request, start, end, whole = load_record(work_ptr, work)
         table_ptr = page_table_ptr + request.to(tl.int64) * MAX_PAGES
-        row = request.to(tl.int64) * (K.heads * GROUP) + head * GROUP + i_m  # [M]
+        row = request.to(tl.int64) * ROWS + head * GROUP + offset  # [M]
         if K_FMT == "bf16":
             p_q = q_ptr + (row * K.dim)[None, :] + tl.arange(0, K.dim)[:, None]
             q = (tl.load(p_q, mask=m_m[None, :], other=0.0),)
@@ -237,14 +243,15 @@ def _decode_fast_kernel(
         step = scale
         if softcap_log2 is not None:
             step = tl.full([BLOCK_M], 1.0, tl.float32)
-        if window is not None:
-            oldest = tl.load(seq_lens_ptr + request) - 1 - window
-            start = tl.maximum(start, oldest // BLOCK_N * BLOCK_N)
-
         top = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
         total = tl.zeros([BLOCK_M], dtype=tl.float32)
         acc = _zeros(WV, BLOCK_M, CV)
         split_top, split_total, split_acc = top, total, acc
+        if Q_LEN > 1 or window is not None:
+            newest = tl.load(seq_lens_ptr + request) - Q_LEN
+        if window is not None:
+            oldest = newest - window
+            start = tl.maximum(start, oldest // BLOCK_N * BLOCK_N)
         for tile in range(start, end, BLOCK_N):
             page = tl.load(table_ptr + tile // K.page)
             first = tl.multiple_of(tile % K.page, BLOCK_N)
@@ -264,15 +271,27 @@ def _decode_fast_kernel(
             s = logits
             if softcap_log2 is not None:
                 s = soft_cap(s, (scale / softcap_log2)[None, :], softcap_log2)
-            if tile + BLOCK_N > end:
-                s = tl.where((tile + i_n < end)[:, None], s, float("-inf"))
-            if window is not None:  # noqa: SIM102 - this is decided when compiling
-                if tile < oldest:
-                    s = tl.where((tile + i_n >= oldest)[:, None], s, float("-inf"))
+            if Q_LEN == 1:
+                if tile + BLOCK_N > end:
+                    s = tl.where((tile + i_n < end)[:, None], s, float("-inf"))
+                if window is not None:  # noqa: SIM102 - this is decided when compiling
+                    if tile < oldest:
+                        s = tl.where((tile + i_n >= oldest)[:, None], s, float("-inf"))
+            else:
+                place = (tile + i_n)[:, None] - token[None, :]  # as the first token sees it
+                if tile + BLOCK_N > newest + 1:
+                    s = tl.where((place <= newest) & (tile + i_n < end)[:, None], s, float("-inf"))
+                if window is not None:  # noqa: SIM102 - this is decided when compiling
+                    if tile < oldest + Q_LEN - 1:
+                        s = tl.where(place >= oldest, s, float("-inf"))
             # Fourteen powers of two of float16 are left above 1: they keep small probabilities.
             new_top = tl.maximum(top, tl.max(s, 0) * step - 14.0)
-            p = exp2(s * step[None, :] - new_top[None, :])
-            alpha = exp2(top - new_top)
+            base = new_top
+            if Q_LEN > 1:
+                # A token may see nothing of a tile; 0 keeps -inf minus -inf away.
+                base = tl.where(new_top == float("-inf"), 0.0, new_top)
+            p = exp2(s * step[None, :] - base[None, :])
+            alpha = exp2(top - base)
             # Zero times a logit shows that it was out of range: -inf alone would go unnoticed.
             total = total * alpha + tl.sum(tl.fma(logits, 0.0, p), 0)
             v = unpack(v_words.load([slot, head * WV]).T, V_FMT)
@@ -297,12 +316,11 @@ def _decode_fast_kernel(
         # A last chunk that is not whole; after a whole one this changes nothing.
         top, total, acc = _fold(split_top, split_total, split_acc, top, total, acc)
 
-        finite = _all_finite(acc, total)
-        tl.atomic_add(failures_ptr, 1, mask=finite == 0, sem="relaxed")
-        part = work.to(tl.int64) * (K.heads * GROUP) + head * GROUP + i_m  # [M]
+        finite = _count_failure(failures_ptr, acc, total)
+        part = work.to(tl.int64) * ROWS + head * GROUP + offset  # [M]
         tl.store(total_ptr + part, tl.where(finite, total, float("nan")), mask=m_m)
         if whole:
-            q_head = head * GROUP + i_m % GROUP
+            q_head = head * GROUP + i_g
             factor = normalizer(v_global, top, total, sinks_ptr, q_head) * unshift(V_FMT)
             _store(out_ptr, row, acc, factor, m_m, V.dim)
         else:
@@ -318,18 +336,27 @@ def _words(side: SideLayout, data: torch.Tensor, block_n: int) -> TensorDescript
     return TensorDescriptor(words, [slots, heads * width], [heads * width, 1], [block_n, width])
 
 
-def fits(
-    layout: CacheLayout, group: int, dtype: torch.dtype, capability: Capability | None
-) -> bool:
-    """Whether this kernel serves such a model on such a GPU; `decode.decode` serves the others."""
-    return (
+def config_for(
+    layout: CacheLayout,
+    group: int,
+    q_len: int,
+    dtype: torch.dtype,
+    capability: Capability | None,
+) -> KernelConfig | None:
+    """How this kernel serves such a model on such a GPU; None where `decode.decode` must.
+
+    Args:
+        group: query heads of one KV head.
+        q_len: query tokens of a request.
+    """
+    config = fast_decode_config(group, q_len, layout)
+    fits = (
         capability is not None
         and loads_tiles(capability)
-        and group <= MAX_FAST_GROUP
         and {layout.k_head_dim, layout.v_head_dim} <= {64, 128, 256}
-        and layout.page_size % fast_decode_config(group, layout).block_n == 0
         and (layout.k_format.block > 0 or dtype == torch.bfloat16)
     )
+    return config if fits and config and layout.page_size % config.block_n == 0 else None
 
 
 def _constants(config: KernelConfig) -> dict[str, Any]:
@@ -337,15 +364,17 @@ def _constants(config: KernelConfig) -> dict[str, Any]:
 
 
 def decode_fast(call: DecodeCall) -> None:
-    """Does what `decode.decode` does, in two launches, where `fits` says so."""
+    """Does what `decode.decode` does, in two launches, where there is a `config_for` it."""
     layout = call.cache.layout
-    config = fast_decode_config(call.group, layout)
+    config = fast_decode_config(call.group, call.q_len, layout)
+    assert config is not None
     _decode_fast_kernel[(persistent_programs(config, call.out.device),)](
         *call.arguments(),
         _words(layout.k, call.cache.k_data, config.block_n),
         _words(layout.v, call.cache.v_data, config.block_n),
         **call.constants(),
         **_constants(config),
+        **early(call.out.device, call.batch),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -357,15 +386,15 @@ def compile_cases() -> Iterator[CompileCase]:
     for example in examples():
         layout = example.layout
         dtype = torch.bfloat16 if example.dtype == "bf16" else torch.float16
-        if not fits(layout, example.group, dtype, ASYNC_TILES_CAPABILITY):
+        config = config_for(layout, example.group, example.q_len, dtype, ASYNC_TILES_CAPABILITY)
+        if config is None:
             continue
-        config = fast_decode_config(example.group, layout)
         sides = (("k_words", layout.k), ("v_words", layout.v))
         words = {
             name: f"tensordesc<{'i16' if side.format.block else 'bf16'}"
             f"[{config.block_n}, {side.head_dim // classes(side.format.name)}]>"
             for name, side in sides
         }
-        constants = _constants(config)
+        constants = _constants(config) | {"EARLY": True}
         case = decode_case(_decode_fast_kernel, example, config, constants, **words)
         yield replace(case, capability=ASYNC_TILES_CAPABILITY)

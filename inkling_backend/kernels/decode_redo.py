@@ -17,16 +17,23 @@ from inkling_backend.kernels.arguments import examples
 from inkling_backend.kernels.codec import load_query
 from inkling_backend.kernels.compile_case import CompileCase
 from inkling_backend.kernels.configs import (
-    SPLIT_CHUNKS,
+    CHUNKED_SPLIT_TOKENS,
     KernelConfig,
     decode_config,
     persistent_programs,
 )
-from inkling_backend.kernels.decode import DecodeCall, attend_split, decode_case, store_split
+from inkling_backend.kernels.decode import (
+    DecodeCall,
+    attend_split,
+    decode_case,
+    query_rows,
+    store_split,
+)
+from inkling_backend.kernels.launch import early, wait_for_previous
 from inkling_backend.kernels.plan import load_record
 
 
-@triton.jit(do_not_specialize=["batch", "window"])
+@triton.jit(do_not_specialize=["window"])
 def _decode_redo_kernel(
     q_ptr,
     q_scale_ptr,
@@ -38,15 +45,13 @@ def _decode_redo_kernel(
     v_global_ptr,
     page_table_ptr,
     seq_lens_ptr,
-    work_indptr_ptr,
-    chunked_ptr,
+    sizes_ptr,
     work_ptr,
     partial_ptr,
     top_ptr,
     total_ptr,
     failures_ptr,
     out_ptr,
-    batch,
     sm_scale_log2,
     window,
     softcap_log2,
@@ -54,12 +59,15 @@ def _decode_redo_kernel(
     MAX_PAGES: tl.constexpr,
     GROUP: tl.constexpr,
     QUANTIZED: tl.constexpr,
+    Q_LEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SPLIT_CHUNKS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    EARLY: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
 ):
+    wait_for_previous(EARLY)
     if tl.load(failures_ptr) == 0:
         return
     scale_log2 = sm_scale_log2
@@ -68,90 +76,101 @@ def _decode_redo_kernel(
     v_global = 1.0
     if v_global_ptr is not None:
         v_global = tl.load(v_global_ptr)
-    i_m = tl.arange(0, BLOCK_M)
-    m_m = i_m < GROUP
+    ROWS: tl.constexpr = Q_LEN * K.heads * GROUP
+    m_m, token, i_g, offset = query_rows(0, BLOCK_M, GROUP, Q_LEN, K.heads)
     i_d = tl.arange(0, V.pad)
 
-    items = tl.load(work_indptr_ptr + batch) * K.heads
+    split_parts = tl.load(sizes_ptr + 1)
+    items = tl.load(sizes_ptr) * K.heads
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         work = item // K.heads
         head = item % K.heads
         request, start, end, whole = load_record(work_ptr, work)
-        first = tl.load(work_indptr_ptr + request)
-        parts = tl.where(tl.load(chunked_ptr) != 0, SPLIT_CHUNKS, 1)
-        leads = (work - first) % parts == 0
-        parts = tl.minimum(parts, tl.load(work_indptr_ptr + request + 1) - work)
-        part = work.to(tl.int64) * (K.heads * GROUP) + head * GROUP + i_m  # [M]
-        failed = tl.zeros([BLOCK_M], tl.int32)
-        for i in range(0, tl.where(leads, parts, 0)):
-            total = tl.load(total_ptr + part + i * (K.heads * GROUP), mask=m_m, other=0.0)
-            failed = tl.where(total != total, 1, failed)
-        if tl.max(failed, 0) != 0:
-            _request, _start, end, _whole = load_record(work_ptr, work + parts - 1)
-            row = request.to(tl.int64) * (K.heads * GROUP) + head * GROUP + i_m
-            q = load_query(q_ptr, q_scale_ptr, row, m_m, QUANTIZED, K.dim, K.pad)
-            oldest = None
-            if window is not None:
-                oldest = tl.load(seq_lens_ptr + request) - 1 - window
-            acc, top, total = attend_split(
-                q,
-                k_ptr,
-                k_scale_ptr,
-                v_ptr,
-                v_scale_ptr,
-                page_table_ptr + request.to(tl.int64) * MAX_PAGES,
-                head,
-                start,
-                end,
-                oldest,
-                scale_log2,
-                softcap_log2,
-                BLOCK_N=BLOCK_N,
-                K=K,
-                V=V,
-            )
-            store_split(
-                partial_ptr,
-                top_ptr,
-                total_ptr,
-                out_ptr,
-                row,
-                part,
-                m_m,
-                acc,
-                top,
-                total,
-                v_global,
-                sinks_ptr,
-                head * GROUP + i_m % GROUP,
-                whole,
-                V,
-            )
-            m_d = m_m[:, None] & (i_d < V.dim)[None, :]
-            for i in range(1, parts):
-                other = part + i * (K.heads * GROUP)
-                nothing = tl.zeros([BLOCK_M], tl.float32)
-                tl.store(top_ptr + other, nothing - float("inf"), mask=m_m)
-                tl.store(total_ptr + other, nothing, mask=m_m)
-                p_partial = partial_ptr + other[:, None] * V.dim + i_d[None, :]
-                tl.store(p_partial, tl.zeros_like(acc), mask=m_d)
+        length = tl.load(seq_lens_ptr + request)
+        # The first item of a split looks after all of them; a split whose items are chunks has
+        # SPLIT tokens.
+        parts = 1
+        leads = True
+        if split_parts > 1:
+            leads = start % SPLIT == 0
+            parts = tl.cdiv(tl.minimum(length - start, SPLIT), SPLIT // split_parts)
+            end = tl.minimum(start + SPLIT, length)
+        if leads:
+            row = request.to(tl.int64) * ROWS + head * GROUP + offset  # [M]
+            part = work.to(tl.int64) * ROWS + head * GROUP + offset  # [M]
+            failed = tl.zeros([BLOCK_M], tl.int32)
+            for i in range(0, parts):
+                total = tl.load(total_ptr + part + i * ROWS, mask=m_m, other=0.0)
+                failed = tl.where(total != total, 1, failed)
+            if tl.max(failed, 0) != 0:
+                q = load_query(q_ptr, q_scale_ptr, row, m_m, QUANTIZED, K.dim, K.pad)
+                newest = length - Q_LEN
+                oldest = None
+                if window is not None:
+                    oldest = newest - window
+                acc, top, total = attend_split(
+                    q,
+                    k_ptr,
+                    k_scale_ptr,
+                    v_ptr,
+                    v_scale_ptr,
+                    page_table_ptr + request.to(tl.int64) * MAX_PAGES,
+                    head,
+                    start,
+                    end,
+                    newest,
+                    oldest,
+                    token,
+                    scale_log2,
+                    softcap_log2,
+                    Q_LEN=Q_LEN,
+                    BLOCK_N=BLOCK_N,
+                    K=K,
+                    V=V,
+                )
+                store_split(
+                    partial_ptr,
+                    top_ptr,
+                    total_ptr,
+                    out_ptr,
+                    row,
+                    part,
+                    m_m,
+                    acc,
+                    top,
+                    total,
+                    v_global,
+                    sinks_ptr,
+                    head * GROUP + i_g,
+                    whole,
+                    V,
+                )
+                m_d = m_m[:, None] & (i_d < V.dim)[None, :]
+                for i in range(1, parts):
+                    other = part + i * ROWS
+                    nothing = tl.zeros([BLOCK_M], tl.float32)
+                    tl.store(top_ptr + other, nothing - float("inf"), mask=m_m)
+                    tl.store(total_ptr + other, nothing, mask=m_m)
+                    p_partial = partial_ptr + other[:, None] * V.dim + i_d[None, :]
+                    tl.store(p_partial, tl.zeros_like(acc), mask=m_d)
 
 
 def _constants(config: KernelConfig) -> dict[str, int]:
     return {
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
-        "SPLIT_CHUNKS": SPLIT_CHUNKS,
+        "SPLIT": CHUNKED_SPLIT_TOKENS,
     }
 
 
 def decode_redo(call: DecodeCall) -> None:
     """Computes the splits again whose work items `decode_fast` marked; one launch."""
-    config = decode_config(call.group, call.cache.layout)
+    config = decode_config(call.rows, call.cache.layout)
     _decode_redo_kernel[(persistent_programs(config, call.out.device),)](
         *call.arguments(),
         **call.constants(),
         **_constants(config),
+        **early(call.out.device, call.batch),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -160,5 +179,6 @@ def decode_redo(call: DecodeCall) -> None:
 def compile_cases() -> Iterator[CompileCase]:
     """What launches of this module compile to, over `arguments.examples`."""
     for example in examples():
-        config = decode_config(example.group, example.layout)
-        yield decode_case(_decode_redo_kernel, example, config, _constants(config))
+        config = decode_config(example.rows, example.layout)
+        constants = _constants(config) | {"EARLY": False}
+        yield decode_case(_decode_redo_kernel, example, config, constants)

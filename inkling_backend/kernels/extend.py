@@ -31,6 +31,7 @@ from inkling_backend.kernels.compile_case import CompileCase
 from inkling_backend.kernels.configs import KernelConfig, extend_config
 from inkling_backend.kernels.tile import (
     dot,
+    finite,
     finite_or_nan,
     normalizer,
     raw_logits,
@@ -39,12 +40,6 @@ from inkling_backend.kernels.tile import (
     tile_slots,
     to_dtype,
 )
-
-
-@triton.jit
-def _finite(x):
-    """Elementwise: neither NaN nor infinite."""
-    return tl.abs(x) < float("inf")
 
 
 @triton.jit
@@ -77,6 +72,7 @@ def _extend_kernel(
     window,
     softcap_log2,
     sinks_ptr,
+    marks_ptr,
     MAX_PAGES: tl.constexpr,
     GROUP: tl.constexpr,
     QUANTIZED: tl.constexpr,
@@ -94,7 +90,10 @@ def _extend_kernel(
     q_start = tl.load(qo_indptr_ptr + request)
     q_len = tl.load(qo_indptr_ptr + request + 1) - q_start
     first_row = i_tile * BLOCK_M
-    if first_row >= q_len * GROUP:
+    empty = first_row >= q_len * GROUP
+    if marks_ptr is not None:
+        empty = empty | (tl.load(marks_ptr + request * K.heads + head) == 0)
+    if empty:
         return
     scale_log2 = sm_scale_log2
     if k_global_ptr is not None:
@@ -157,7 +156,7 @@ def _extend_kernel(
                 logits = tl.where(_sees(pos_k, first, last), logits, float("-inf"))
                 # Zero times NaN is NaN: a NaN of a later token would reach the rows before it that
                 # share its chunk.
-                bad = ~_finite(to_float32(v))
+                bad = ~finite(to_float32(v))
                 dirty = tl.maximum(dirty, tl.max(bad.to(tl.int32), 1))
                 v = tl.where(bad, 0.0, v)
             acc, row_max, row_sum = softmax_step(logits, v, acc, row_max, row_sum, step_log2)
@@ -168,7 +167,7 @@ def _extend_kernel(
             pos_k, slot, live = tile_slots(table_ptr, tile, end, K.page, BLOCK_N)
             v = load_rows(v_ptr, v_scale_ptr, slot, head, live, V)  # [N, DV]
             seen = to_bf16(tl.where(_sees(pos_k, first, last), 1.0, 0.0))
-            bad = to_bf16(tl.where(_finite(to_float32(v)), 0.0, 1.0))
+            bad = to_bf16(tl.where(finite(to_float32(v)), 0.0, 1.0))
             hits = dot(seen, bad, tl.zeros([BLOCK_M, V_PAD], dtype=tl.float32))
             acc = tl.where(hits > 0.0, float("nan"), acc)
     # And an Inf that a row saw in a whole tile ends like that, too.
@@ -207,6 +206,7 @@ def extend(
     max_q_len: int,
     out: torch.Tensor,
     layer: LayerAttention,
+    marks: torch.Tensor | None = None,
 ) -> None:
     """Attention of the new tokens of ``batch`` requests; one launch.
 
@@ -216,6 +216,8 @@ def extend(
         max_q_len: no request has more new tokens.
         out: ``[T, Hq, Dv]`` bfloat16 or float16; rows beyond ``qo_indptr[batch]`` are not written.
         layer: what the layer asks for.
+        marks: ``[batch, kv heads]`` int32: only where it is not 0 something is computed; None for
+            everywhere.
     """
     layout = cache.layout
     group = query.data.shape[1] // layout.num_kv_heads
@@ -230,6 +232,7 @@ def extend(
         batch,
         tiles,
         *layer_arguments(layer),
+        marks,
         QUANTIZED=query.scale is not None,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -239,13 +242,18 @@ def extend(
 
 def compile_cases() -> Iterator[CompileCase]:
     """What launches of this module compile to, over `arguments.examples`."""
-    for example in examples():
+    for example in (each for each in examples() if each.q_len == 1):
         config = extend_config(example.layout)
         signature = {
             **dict.fromkeys(("page_table_ptr", "seq_lens_ptr", "qo_indptr_ptr"), "*i32"),
             "out_ptr": f"*{example.dtype}",
             **dict.fromkeys(("batch", "tiles"), "i32"),
+            "marks_ptr": "constexpr",
         }
         causal = example.name != "features-encoder"
         constants = _constants(example.layout, example.group, 1024, config, causal)
         yield compile_case(_extend_kernel, example, signature, constants, config)
+        if example.name == "nvfp4-nvfp4-d128":
+            marked = example._replace(name=f"{example.name}-marks")
+            signature["marks_ptr"] = "*i32"
+            yield compile_case(_extend_kernel, marked, signature, constants, config)

@@ -1,9 +1,10 @@
 """Merge: the parts of a request that decode cut, added in position order.
 
-One program takes some columns of some query heads of one request. Requests of one part were
-finished by decode and are left alone; requests of length 0 get zeros. Parts that are chunks are
-first folded to splits, as `decode_fast` does it. Splits are then added one after the other,
-relative to the largest logit of all. So the result has the same bits however the work was cut.
+One program takes some columns of some query heads of one request; several query tokens of a request
+are so many times the heads. Requests of one part were finished by decode and are left alone;
+requests of length 0 get zeros. Parts that are chunks are first folded to splits, as `decode_fast`
+does it. Splits are then added one after the other, relative to the largest logit of all. So the
+result has the same bits however the work was cut.
 """
 
 from __future__ import annotations
@@ -18,20 +19,21 @@ import triton.language as tl
 from inkling_backend.kernels.compile_case import CompileCase
 from inkling_backend.kernels.configs import SPLIT_CHUNKS, merge_tile
 from inkling_backend.kernels.decode import DecodeCall
+from inkling_backend.kernels.launch import early, wait_for_previous
 from inkling_backend.kernels.tile import finite_or_nan, fold, normalizer, to_dtype
 
-# Parts whose loads are issued together: enough to hide their latency.
-_AT_ONCE = 16
+# Splits whose loads are issued together, by columns: enough to hide their latency.
+_FEW_COLUMNS, _AT_ONCE, _AT_ONCE_WIDE = 32, 32, 16
+# Splits whose chunks are folded side by side.
+_SPLITS = 8
 
 
 @triton.jit
-def _load_part(
-    partial_ptr, top_ptr, total_ptr, row, live, i_d, m_d, Q_HEADS: tl.constexpr, DV: tl.constexpr
-):
-    """(top, total, acc ``[D]``) of one part; an empty one where it is not ``live``."""
-    acc = tl.load(partial_ptr + row * DV + i_d, mask=m_d & live, other=0.0)
-    top = tl.load(top_ptr + row, mask=live, other=float("-inf"))
-    return top, tl.load(total_ptr + row, mask=live, other=0.0), acc
+def _add(acc, total, s_acc, s_total, s_top, base, COLUMNS: tl.constexpr):
+    """(acc ``[D]``, total) with one split more; an empty one changes no bit."""
+    weight = tl.math.exp2(s_top - base)
+    acc = tl.fma(s_acc, tl.broadcast_to(weight, [COLUMNS]), acc)
+    return acc, tl.fma(s_total, weight, total)
 
 
 @triton.jit
@@ -41,17 +43,21 @@ def _merge_kernel(
     total_ptr,
     failures_ptr,
     work_indptr_ptr,
-    chunked_ptr,
+    sizes_ptr,
     v_global_ptr,
     sinks_ptr,
     out_ptr,
     Q_HEADS: tl.constexpr,
+    Q_LEN: tl.constexpr,
     HEADS: tl.constexpr,
     DV: tl.constexpr,
     COLUMNS: tl.constexpr,
     SPLIT_CHUNKS: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_previous(EARLY)
     BLOCKS: tl.constexpr = Q_HEADS // HEADS
     request = tl.program_id(0) // BLOCKS
     first = tl.load(work_indptr_ptr + request)
@@ -77,63 +83,73 @@ def _merge_kernel(
         base = tl.where(base == float("-inf"), 0.0, base)
         acc = tl.zeros([COLUMNS], dtype=tl.float32)
         total = 0.0
-        if tl.load(chunked_ptr) == 0:
+        if tl.load(sizes_ptr + 1) == 1:
             for begin in range(0, parts, AT_ONCE):
                 for i in tl.static_range(AT_ONCE):
                     part = begin + i
-                    s_top, s_total, s_acc = _load_part(
-                        *(partial_ptr, top_ptr, total_ptr, row + part * Q_HEADS, part < parts),
-                        *(i_d, m_d, Q_HEADS, DV),
-                    )
-                    weight = tl.math.exp2(s_top - base)
-                    total = tl.fma(s_total, weight, total)
-                    acc = tl.fma(s_acc, tl.broadcast_to(weight, [COLUMNS]), acc)
+                    live = part < parts
+                    at = row + part * Q_HEADS
+                    s_top = tl.load(top_ptr + at, mask=live, other=float("-inf"))
+                    s_total = tl.load(total_ptr + at, mask=live, other=0.0)
+                    s_acc = tl.load(partial_ptr + at * DV + i_d, mask=m_d & live, other=0.0)
+                    acc, total = _add(acc, total, s_acc, s_total, s_top, base, COLUMNS)
         else:
-            for begin in range(0, parts, AT_ONCE):
-                for i in tl.static_range(0, AT_ONCE, SPLIT_CHUNKS):
-                    s_top = float("-inf")
-                    s_total = 0.0
-                    s_acc = tl.zeros([COLUMNS], tl.float32)
-                    for j in tl.static_range(SPLIT_CHUNKS):
-                        part = begin + i + j
-                        c_top, c_total, c_acc = _load_part(
-                            *(partial_ptr, top_ptr, total_ptr, row + part * Q_HEADS, part < parts),
-                            *(i_d, m_d, Q_HEADS, DV),
-                        )
-                        s_top, s_total, w, w_chunk = fold(s_top, s_total, c_top, c_total)
-                        s_acc = tl.fma(s_acc, tl.broadcast_to(w, [COLUMNS]), c_acc * w_chunk)
-                    weight = tl.math.exp2(s_top - base)
-                    total = tl.fma(s_total, weight, total)
-                    acc = tl.fma(s_acc, tl.broadcast_to(weight, [COLUMNS]), acc)
+            i_s = tl.arange(0, SPLITS)
+            for begin in range(0, parts, SPLITS * SPLIT_CHUNKS):
+                # Some splits side by side, their chunks one after the other.
+                tops = tl.full([SPLITS], float("-inf"), tl.float32)
+                totals = tl.zeros([SPLITS], tl.float32)
+                accs = tl.zeros([SPLITS, COLUMNS], tl.float32)
+                for j in tl.static_range(SPLIT_CHUNKS):
+                    part = begin + i_s * SPLIT_CHUNKS + j
+                    live = part < parts
+                    at = row + part * Q_HEADS
+                    c_top = tl.load(top_ptr + at, mask=live, other=float("-inf"))
+                    c_total = tl.load(total_ptr + at, mask=live, other=0.0)
+                    p_acc = partial_ptr + (at * DV)[:, None] + i_d[None, :]
+                    c_acc = tl.load(p_acc, mask=live[:, None] & m_d[None, :], other=0.0)
+                    tops, totals, w, w_chunk = fold(tops, totals, c_top, c_total)
+                    w = tl.broadcast_to(w[:, None], [SPLITS, COLUMNS])
+                    accs = tl.fma(accs, w, c_acc * w_chunk[:, None])
+                for i in tl.static_range(SPLITS):
+                    mine = i_s == i
+                    s_top = tl.max(tl.where(mine, tops, float("-inf")), 0)
+                    s_total = tl.sum(tl.where(mine, totals, 0.0), 0)
+                    s_acc = tl.sum(tl.where(mine[:, None], accs, 0.0), 0)
+                    acc, total = _add(acc, total, s_acc, s_total, s_top, base, COLUMNS)
         p_out = out_ptr + (request.to(tl.int64) * Q_HEADS + head) * DV + i_d
-        out = finite_or_nan(acc) * normalizer(v_global, base, total, sinks_ptr, head)
-        out = tl.where(parts == 0, 0.0, out)
+        norm = normalizer(v_global, base, total, sinks_ptr, head % (Q_HEADS // Q_LEN))
+        out = tl.where(parts == 0, 0.0, finite_or_nan(acc) * norm)
         tl.store(p_out, to_dtype(out, out_ptr.dtype.element_ty), mask=m_d)
 
 
-def _constants(q_heads: int, head_dim: int, heads: int, columns: int) -> dict[str, int]:
+def _constants(q_heads: int, q_len: int, head_dim: int, heads: int, columns: int) -> dict[str, int]:
     return {
-        "Q_HEADS": q_heads,
+        "Q_HEADS": q_heads * q_len,
+        "Q_LEN": q_len,
         "HEADS": heads,
         "DV": head_dim,
         "COLUMNS": columns,
         "SPLIT_CHUNKS": SPLIT_CHUNKS,
-        "AT_ONCE": _AT_ONCE,
+        "AT_ONCE": _AT_ONCE if columns <= _FEW_COLUMNS else _AT_ONCE_WIDE,
+        "SPLITS": _SPLITS,
     }
 
 
 def merge(call: DecodeCall) -> None:
     """Finishes what decode left in ``call.partial``; one launch."""
-    _, q_heads, head_dim = call.partial.out.shape
-    heads, columns = merge_tile(call.batch, q_heads, head_dim)
-    _merge_kernel[(call.batch * q_heads // heads, triton.cdiv(head_dim, columns))](
+    _, q_heads, head_dim = call.out.shape
+    heads, columns = merge_tile(call.batch, q_heads * call.q_len, head_dim)
+    grid = (call.batch * q_heads * call.q_len // heads, triton.cdiv(head_dim, columns))
+    _merge_kernel[grid](
         *call.partial,
         call.work.indptr,
-        call.work.chunked,
+        call.work.sizes,
         call.cache.v_global,
         call.layer.sinks,
         call.out,
-        **_constants(q_heads, head_dim, heads, columns),
+        **_constants(q_heads, call.q_len, head_dim, heads, columns),
+        **early(call.out.device, call.batch),
         num_warps=1,
     )
 
@@ -147,11 +163,12 @@ def compile_cases() -> Iterator[CompileCase]:
         signature = {
             **dict.fromkeys(floats, "*fp32"),
             "sinks_ptr": "*bf16" if sinks else "constexpr",
-            **dict.fromkeys(("failures_ptr", "work_indptr_ptr", "chunked_ptr"), "*i32"),
+            **dict.fromkeys(("failures_ptr", "work_indptr_ptr", "sizes_ptr"), "*i32"),
             "out_ptr": f"*{dtype}",
         }
         name = f"merge-{dtype}-d{head_dim}-b{batch}{'-sinks' if sinks else ''}"
-        constants: dict[str, Any] = _constants(32, head_dim, *merge_tile(batch, 32, head_dim))
+        constants: dict[str, Any] = _constants(32, 1, head_dim, *merge_tile(batch, 32, head_dim))
+        constants |= {"EARLY": False}
         if not sinks:
             constants |= {"sinks_ptr": None}
         yield CompileCase(name, _merge_kernel, signature, constants, num_warps=1)

@@ -24,14 +24,24 @@ class WorkList(NamedTuple):
     """What decode has to do, on the device; all int32.
 
     indptr: ``[max_batch + 1]``, first work item of each request; the last one counts all items.
-    chunked: ``[1]``, whether work items are chunks; otherwise they are splits.
+    sizes: ``[2]``: work items, and chunks of a split that has its chunks as work items (1 where
+        splits are).
     records: ``[items, 4]``, of each work item (request, first token, end, whether it is all of the
         request).
     """
 
     indptr: torch.Tensor
-    chunked: torch.Tensor
+    sizes: torch.Tensor
     records: torch.Tensor
+
+    @classmethod
+    def empty(cls, items: int, max_batch: int, device: torch.device) -> WorkList:
+        """Buffers for so many work items."""
+
+        def ints(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        return cls(ints(max_batch + 1), ints(2), ints(items, 4))
 
 
 @triton.jit
@@ -58,23 +68,37 @@ def _load_length(seq_lens_ptr, index, mask, MAX_CONTEXT: tl.constexpr):
 
 
 @triton.jit
-def _count(seq_lens_ptr, batch, request, shift, RULE: tl.constexpr, MAX_CONTEXT: tl.constexpr):
-    """Splits in front of a request, splits of all, chunks in front, chunks of all."""
+def _count(
+    seq_lens_ptr, batch, request, tokens, shift, RULE: tl.constexpr, MAX_CONTEXT: tl.constexpr
+):
+    """Pieces of so many tokens in front of a request, and of all; None: its splits, shifted."""
     BLOCK: tl.constexpr = 1024
     before = tl.zeros([BLOCK], dtype=tl.int32)
-    chunks_before = tl.zeros([BLOCK], dtype=tl.int32)
-    splits = tl.zeros([BLOCK], dtype=tl.int32)
-    chunks = tl.zeros([BLOCK], dtype=tl.int32)
+    every = tl.zeros([BLOCK], dtype=tl.int32)
     for begin in range(0, batch, BLOCK):
         i_other = begin + tl.arange(0, BLOCK)
         length = _load_length(seq_lens_ptr, i_other, i_other < batch, MAX_CONTEXT)
-        own_splits = tl.cdiv(length, split_tokens(length, RULE) << shift)
-        own_chunks = tl.cdiv(length, RULE.step)
-        before += tl.where(i_other < request, own_splits, 0)
-        chunks_before += tl.where(i_other < request, own_chunks, 0)
-        splits += own_splits
-        chunks += own_chunks
-    return tl.sum(before, 0), tl.sum(splits, 0), tl.sum(chunks_before, 0), tl.sum(chunks, 0)
+        size = tokens
+        if tokens is None:
+            size = split_tokens(length, RULE) << shift
+        pieces = tl.cdiv(length, size)
+        before += tl.where(i_other < request, pieces, 0)
+        every += pieces
+    return tl.sum(before, 0), tl.sum(every, 0)
+
+
+@triton.jit
+def _chunks_are_quicker(splits, chunks, RULE: tl.constexpr):
+    """Whether a batch takes less time, about, with chunks as work items. Changes no bit.
+
+    Programs take rounds of one item each. An item costs its tokens and some more to begin and end.
+    """
+    ITEM_COST: tl.constexpr = 48  # tokens that an H200 reads meanwhile: 3 us
+    coarse = tl.cdiv(splits * RULE.heads, RULE.programs) * (RULE.min_tokens + ITEM_COST)
+    # What chunks leave to the merge is a sixteenth more bytes.
+    cost = RULE.step + RULE.step // 16 + ITEM_COST
+    fine = tl.cdiv(chunks * RULE.heads, RULE.programs) * cost
+    return (chunks <= RULE.most_chunks) & (fine < coarse)
 
 
 @triton.jit(do_not_specialize=["batch", "slot_stride"])
@@ -87,7 +111,7 @@ def _plan_kernel(
     seq_lens_out_ptr,
     qo_indptr_out_ptr,
     work_indptr_ptr,
-    chunked_ptr,
+    sizes_ptr,
     work_ptr,
     batch,
     slot_stride,
@@ -115,31 +139,37 @@ def _plan_kernel(
     last = request == batch - 1
     if RULE is not None:
         shift = 0
-        first, splits, first_chunk, chunks = _count(
-            seq_lens_ptr, batch, request, shift, RULE, MAX_CONTEXT
-        )
-        while splits > RULE.most_items:
+        first, items = _count(seq_lens_ptr, batch, request, None, shift, RULE, MAX_CONTEXT)
+        splits = items
+        while items > RULE.most_items:
             shift += 1
-            first, splits, first_chunk, chunks = _count(
-                seq_lens_ptr, batch, request, shift, RULE, MAX_CONTEXT
+            first, items = _count(seq_lens_ptr, batch, request, None, shift, RULE, MAX_CONTEXT)
+        tokens = split_tokens(length, RULE) << shift
+        parts = 1
+        if RULE.most_chunks > 0:
+            before, chunks = _count(
+                seq_lens_ptr, batch, request, RULE.step, shift, RULE, MAX_CONTEXT
             )
-        chunked = chunks <= RULE.most_chunks
-        tokens = tl.where(chunked, RULE.step, split_tokens(length, RULE) << shift)
-        first = tl.where(chunked, first_chunk, first)
-        items = tl.cdiv(length, tokens)
+            if _chunks_are_quicker(splits, chunks, RULE):
+                first = before
+                items = chunks
+                tokens = tl.zeros([], tl.int32) + RULE.step
+                parts = RULE.min_tokens // RULE.step
+        own_items = tl.cdiv(length, tokens)
         tl.store(work_indptr_ptr + request, first)
-        tl.store(work_indptr_ptr + batch, first + items, mask=last)
-        tl.store(chunked_ptr, chunked.to(tl.int32), mask=last)
-        for begin in range(0, items, BLOCK):
+        tl.store(work_indptr_ptr + batch, items, mask=last)
+        tl.store(sizes_ptr, items, mask=last)
+        tl.store(sizes_ptr + 1, parts, mask=last)
+        for begin in range(0, own_items, BLOCK):
             i_item = begin + lane
-            m_item = i_item < items
+            m_item = i_item < own_items
             start = i_item * tokens
             p_work = work_ptr + (first + i_item) * 4
             none = tl.zeros([BLOCK], tl.int32)
             tl.store(p_work, none + request, mask=m_item)
             tl.store(p_work + 1, start, mask=m_item)
             tl.store(p_work + 2, tl.minimum(start + tokens, length), mask=m_item)
-            tl.store(p_work + 3, none + (items == 1).to(tl.int32), mask=m_item)
+            tl.store(p_work + 3, none + (own_items == 1).to(tl.int32), mask=m_item)
     else:
         start = tl.load(qo_indptr_ptr + request).to(tl.int32)
         end = tl.load(qo_indptr_ptr + request + 1).to(tl.int32)
@@ -192,6 +222,7 @@ def plan_decode(
     """Fills the decode buffers for the first ``batch`` rows (module docstring); one launch."""
     if batch == 0:
         work.indptr[:1].zero_()
+        work.sizes.zero_()
         return
     outputs = (page_table, seq_lens_out, seq_lens_out, *work)
     _launch(
@@ -239,10 +270,10 @@ def plan_extend(
 
 def compile_cases() -> Iterator[CompileCase]:
     """What launches of this module compile to."""
-    rule = SplitRule(1024, 1024, 1, 256, 4096, 128)
+    rule = SplitRule(1024, 1024, 1, 128, 4096, 512, 8, 1056)
     for decode, page, index in ((True, 128, "i64"), (False, 64, "i64"), (True, 32, "i32")):
         names = ("slot_table", "qo_indptr", "page_table", "seq_lens_out", "qo_indptr_out")
-        work = ("work_indptr", "chunked", "work")
+        work = ("work_indptr", "sizes", "work")
         signature = {f"{name}_ptr": "*i32" for name in (*names, *work)}
         signature |= {"rows_ptr": f"*{index}", "seq_lens_ptr": f"*{index}"}
         signature |= {"batch": "i32", "slot_stride": "i32"}

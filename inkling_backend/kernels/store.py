@@ -1,7 +1,7 @@
 """Fused store: one launch quantizes Q, K and V and scatters K and V into pages.
 
-A program takes BLOCK_T tokens of one head of K, of V or of Q. Tokens lie along grid x, heads along
-grid y: first the heads of K, then those of V, then those of Q.
+A program takes BLOCK_T tokens of one head of K, of V or of Q. Heads are the fast index of the grid,
+first those of K, then those of V, then those of Q: neighbours read and write neighbouring memory.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from inkling_backend.kernels.arch import (
     Capability,
     capability_of,
     converts_to_fp8,
+    places_early,
 )
 from inkling_backend.kernels.checks import (
     FLOAT_DTYPES,
@@ -30,27 +31,40 @@ from inkling_backend.kernels.checks import (
     check_runs_kernels,
     check_tensor,
 )
-from inkling_backend.kernels.codec import encode, store_rows, to_float32
+from inkling_backend.kernels.codec import to_float32
 from inkling_backend.kernels.compile_case import CompileCase
+from inkling_backend.kernels.encode import encode, store_rows
+from inkling_backend.kernels.launch import early, wait_for_previous
 from inkling_backend.kernels.side import Side
 
 # The one format of quantized queries.
 QUERY_FORMAT = get_format("mxfp8")
 
-# Few tokens: programs of one warp and two rows, so that the launch is wide. Many: sixteen rows fill
-# four warps with 16 elements a thread at head_dim 128.
+# Either gives a thread 16 elements at head_dim 128. Few tokens: programs of one warp, so that the
+# launch is wide.
 _FEW = 256
-_FEW_TOKENS = {"BLOCK_T": 2, "num_warps": 1}
+_FEW_TOKENS = {"BLOCK_T": 4, "num_warps": 1}
 _MANY_TOKENS = {"BLOCK_T": 16, "num_warps": 4}
 
 
 @triton.jit
-def _load_tile(x_ptr, i_t, head, stride_t, stride_h, mask, D: tl.constexpr, D_PAD: tl.constexpr):
-    """Rows of one head of ``x [T, H, D]`` as ``[BLOCK_T, D_PAD]`` float32, zero outside."""
-    o_d = tl.arange(0, D_PAD)
-    p_x = x_ptr + i_t[:, None] * stride_t + head.to(tl.int64) * stride_h + o_d[None, :]
-    m_x = mask[:, None] & (o_d < D)[None, :]
-    return to_float32(tl.load(p_x, mask=m_x, other=0.0))
+def _load_tile(x_ptr, first, head, stride_t, stride_h, mask, SIDE: tl.constexpr):
+    """Rows of one head of ``x [T, H, D]`` as `encode` takes them.
+
+    The order of the dimensions is the order in which they are dealt out: eight neighbours to a
+    thread, units and then rows to threads, and parts of a unit to the same thread again. So
+    a thread holds whole units, and hardly anything moves between threads.
+    """
+    UNIT: tl.constexpr = 16 if SIDE.block > 0 else 8
+    tl.assume(stride_t >= 0)
+    tl.assume(stride_h >= 0)
+    i_r = tl.arange(0, mask.shape[0])[None, :, None, None].to(tl.int64)
+    unit = tl.arange(0, SIDE.pad // UNIT)[:, None, None, None]
+    part = tl.arange(0, UNIT // 8)[None, None, :, None]
+    o_d = unit * UNIT + part * 8 + tl.arange(0, 8)[None, None, None, :]
+    p_x = x_ptr + first * stride_t + head.to(tl.int64) * stride_h + (i_r * stride_t + o_d)
+    m_x = mask[None, :, None, None] & (unit < SIDE.dim // UNIT)
+    return to_float32(tl.load(p_x, mask=m_x))
 
 
 @triton.jit
@@ -63,16 +77,18 @@ def _store_side(
     data_ptr,
     scale_ptr,
     global_ptr,
-    i_t,
+    first,
     head,
     m_t,
     SIDE: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
     """Quantize one head of K or V and write it into its slots."""
-    slot = tl.load(slots_ptr + i_t, mask=m_t, other=0).to(tl.int64)  # [BLOCK_T]
+    p_slot = slots_ptr + first + tl.arange(0, m_t.shape[0])
+    slot = tl.load(p_slot, mask=m_t).to(tl.int64)  # [BLOCK_T]
+    # Reading does not wait for the slots.
+    x = _load_tile(x_ptr, first, head, stride_t, stride_h, m_t, SIDE)
     m_t = m_t & (slot > 0) & (slot < num_slots)
-    x = _load_tile(x_ptr, i_t, head, stride_t, stride_h, m_t, SIDE.dim, SIDE.pad)
     global_scale = tl.load(global_ptr) if SIDE.fmt == "nvfp4" else 1.0
     data, scale = encode(x, global_scale, SIDE, HARDWARE)
     store_rows(data_ptr, scale_ptr, slot, head, m_t, data, scale, SIDE)
@@ -105,11 +121,14 @@ def store_kernel(
     Q: tl.constexpr,
     BLOCK_T: tl.constexpr,
     HARDWARE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """See the module. K, V: a `Side`. Q: that of a dense cache of query heads, or None."""
-    i_t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)  # [BLOCK_T]
-    m_t = i_t < num_tokens
-    i_h = tl.program_id(1)
+    wait_for_previous(EARLY)
+    HEADS: tl.constexpr = 2 * K.heads + (Q.heads if Q is not None else 0)
+    i_h = tl.program_id(0) % HEADS
+    first = (tl.program_id(0) // HEADS).to(tl.int64) * BLOCK_T
+    m_t = tl.arange(0, BLOCK_T) < num_tokens - first  # [BLOCK_T]
     if i_h < K.heads:
         _store_side(
             k_ptr,
@@ -120,7 +139,7 @@ def store_kernel(
             k_data_ptr,
             k_scale_ptr,
             k_global_ptr,
-            i_t,
+            first,
             i_h,
             m_t,
             K,
@@ -136,7 +155,7 @@ def store_kernel(
             v_data_ptr,
             v_scale_ptr,
             v_global_ptr,
-            i_t,
+            first,
             i_h - K.heads,
             m_t,
             V,
@@ -145,8 +164,9 @@ def store_kernel(
     else:
         if Q is not None:
             head = i_h - 2 * K.heads
-            x = _load_tile(q_ptr, i_t, head, q_stride_t, q_stride_h, m_t, Q.dim, Q.pad)
+            x = _load_tile(q_ptr, first, head, q_stride_t, q_stride_h, m_t, Q)
             data, scale = encode(x, 1.0, Q, HARDWARE)
+            i_t = first + tl.arange(0, BLOCK_T)
             store_rows(q_data_ptr, q_scale_ptr, i_t, head, m_t, data, scale, Q)
 
 
@@ -225,7 +245,7 @@ def store(
     constants = _constants(layout, num_q_heads, num_tokens <= _FEW, capability_of(device))
     quantized = query if num_q_heads and query is not None else Query(k)
     source = q if num_q_heads and q is not None else k
-    grid = (triton.cdiv(num_tokens, constants["BLOCK_T"]), 2 * heads + num_q_heads)
+    grid = (triton.cdiv(num_tokens, constants["BLOCK_T"]) * (2 * heads + num_q_heads),)
     store_kernel[grid](
         k_ptr=k,
         v_ptr=v,
@@ -248,6 +268,7 @@ def store(
         q_stride_t=source.stride(0),
         q_stride_h=source.stride(1),
         **constants,
+        **early(device, num_tokens),
     )
     return query
 
@@ -297,6 +318,7 @@ def _compile_case(layout: CacheLayout, few_tokens: bool, oldest: Capability) -> 
     quantize_q = names[0] == QUERY_FORMAT.name
     constants = _constants(layout, 32 if quantize_q else 0, few_tokens, oldest)
     options = {name: constants[name] for name in constants if name != "num_warps"}
+    options["EARLY"] = places_early(oldest)
     signature = {f"{x}_ptr": "*bf16" for x in ("k", "v", "q")} | {"slots_ptr": "*i64"}
     for x, side in (("k", layout.k), ("v", layout.v)):
         quantized = side.format.block > 0

@@ -27,6 +27,12 @@ def to_dtype(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def finite(x):
+    """Elementwise: neither NaN nor infinite."""
+    return tl.abs(x) < float("inf")
+
+
+@triton.jit
 def dot(a, b, acc):
     """``acc + a @ b`` with bfloat16 operands and float32 sums (the interpreter has no bfloat16)."""
     if INTERPRETED:
@@ -141,7 +147,7 @@ def fold(top_a, total_a, top_b, total_b):
 @triton.jit
 def finite_or_nan(x):
     """x, with infinities made NaN: a sum that took in something infinite says nothing."""
-    return tl.where(tl.abs(x) < float("inf"), x, float("nan"))
+    return tl.where(finite(x), x, float("nan"))
 
 
 @triton.jit

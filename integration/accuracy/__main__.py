@@ -38,15 +38,19 @@ def run() -> None:
         print(row["setting"], row["kl"], flush=True)
 
 
+def write() -> None:
+    """Write README.md from the results that are there."""
+    (HERE / "README.md").write_text(page(read(MODEL), read(MADE)))
+
+
 def main() -> None:
     """Parse the command line, measure if asked, write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--page", action="store_true", help="only write the page again")
     if not parser.parse_args().page:
         run()
-    model, made = read(MODEL), read(MADE)
-    plot(model["rows"], HERE)
-    (HERE / "README.md").write_text(page(model, made))
+    plot(read(MODEL)["rows"], HERE)
+    write()
 
 
 if __name__ == "__main__":

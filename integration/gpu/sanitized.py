@@ -71,7 +71,7 @@ def _run(
     v[70] = torch.nan
     query = runner.store(cache, k, v, slots, q)
     qo_indptr = torch.tensor([0, *LENS], device=device).cumsum(0)
-    plan = runner.plan_extend(table, rows, lens, qo_indptr, max(LENS))
+    plan = runner.plan_extend(table, rows, lens, qo_indptr, LENS, LENS)
     runner.run(plan, query, cache, torch.empty_like(q), layer)
 
     last = (lens.cumsum(0) - 1).clamp(min=0)

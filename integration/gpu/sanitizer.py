@@ -111,6 +111,7 @@ def run_sanitizer(logs: Path, tools: tuple[str, ...] = TOOLS) -> Iterator[Case]:
         yield case("sanitizer", "all", False, "compute-sanitizer is not installed")
         return
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    env["INKLING_EXTEND"] = "triton"  # our kernels are looked at, not FlashInfer's
     with ThreadPoolExecutor(WORKERS) as pool:
         compiled = dict(
             zip(

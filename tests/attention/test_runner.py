@@ -10,12 +10,18 @@ import torch
 from inkling_backend.attention import AttentionRunner, LayerAttention
 from inkling_backend.errors import InvalidTensorError
 from inkling_backend.formats import Query
-from inkling_backend.kernels.configs import split_rule
+from inkling_backend.kernels.configs import chunked_split_rule, split_rule
 from inkling_backend.reference.gather import gather
 from tests.attention.world import PLAIN, World, assert_as_accurate, make_world, slots_of
 
 LENS = [70, 0, 300, 1]
 Q_LENS = [20, 0, 65, 1]
+
+
+@pytest.fixture(autouse=True)
+def _triton_extends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other way to extend has tests of its own."""
+    monkeypatch.setenv("INKLING_EXTEND", "triton")
 
 
 @pytest.fixture(params=["triton", "reference"])
@@ -27,7 +33,7 @@ def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 def extend_plan(world: World, runner: AttentionRunner, q_lens: list[int]):  # type: ignore[no-untyped-def]
     qo_indptr = torch.tensor([0, *q_lens]).cumsum(0).to(world.device)
     return runner.plan_extend(
-        world.slot_table, world.rows, world.seq_lens, qo_indptr, max(q_lens, default=0)
+        world.slot_table, world.rows, world.seq_lens, qo_indptr, q_lens, world.lens
     )
 
 
@@ -193,8 +199,11 @@ def test_workspace_is_counted(device: torch.device, monkeypatch: pytest.MonkeyPa
     batch, pages = 16, 16
     runner = world.runner(max_batch=batch)
     fast = "decode_fast" in runner.kernels
-    items = split_rule(4, world.layout, batch, 1024, chunked=fast).most_items
-    ints = 2 * batch * pages + 2 * batch + 2 * (batch + 1) + 4 * items + 2
+    rule = split_rule(4, world.layout, batch, 1024)
+    if fast:
+        rule = chunked_split_rule(4, world.layout, batch, 1024, programs=1000)
+    items = rule.most_items
+    ints = 2 * batch * pages + 2 * batch + 2 * (batch + 1) + 4 * items + 3
     assert runner.workspace_bytes == 4 * ints + items * 4 * (64 + 2) * 4
     monkeypatch.setenv("INKLING_KERNELS", "reference")
     assert world.runner().workspace_bytes == 0
@@ -212,6 +221,7 @@ def test_wrong_calls_are_named(implementation: str, device: torch.device) -> Non
     table, rows, lens = world.slot_table, world.rows, world.seq_lens
     plan = runner.plan_decode(table, rows, lens, 1)
     query, out = world.queries(1), world.empty_out(1)
+    indptr = torch.tensor([0, 1], device=device)
     of_another_model = replace(PLAIN, sinks=torch.zeros(3))
     wrong = [
         ("rows", lambda: runner.plan_decode(table, rows, lens, 3)),
@@ -219,7 +229,9 @@ def test_wrong_calls_are_named(implementation: str, device: torch.device) -> Non
         ("rows", lambda: runner.plan_decode(table, rows.float(), lens, 1)),
         ("slot_table", lambda: runner.plan_decode(table.long(), rows, lens, 1)),
         ("slot_table", lambda: runner.plan_decode(table[:, :64], rows, lens, 1)),
-        ("qo_indptr", lambda: runner.plan_extend(table, rows, lens, lens, 1)),
+        ("qo_indptr", lambda: runner.plan_extend(table, rows, lens, lens, [1], [1])),
+        ("q_lens", lambda: runner.plan_extend(table, rows, lens, indptr, [], [70])),
+        ("kv_lens", lambda: runner.plan_extend(table, rows, lens, indptr, [1], [])),
         ("query", lambda: runner.run(plan, world.queries(2), world.cache, out, PLAIN)),
         ("query", lambda: runner.run(plan, Query(query.data.float()), world.cache, out, PLAIN)),
         ("out", lambda: runner.run(plan, query, world.cache, world.empty_out(2), PLAIN)),

@@ -13,7 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from inkling_backend.bench import app as module
-from inkling_backend.bench import data, timing
+from inkling_backend.bench import data, peers, timing
 from inkling_backend.bench.app import app
 from inkling_backend.bench.results import Row
 from inkling_backend.cli.app import app as whole
@@ -40,14 +40,91 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     lab = data.Lab
 
-    def make_lab(heads: Any, device: object) -> data.Lab:
-        return lab(heads, cpu, rotate_bytes=1 << 16, max_batch=4, max_context=1024)
+    def make_lab(heads: Any, device: object, extend: Any) -> data.Lab:
+        small = {"rotate_bytes": 1 << 16, "max_batch": 4, "max_context": 1024}
+        return lab(heads, cpu, extend=extend, **small)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(module, "gpu", lambda: {"gpu": "NVIDIA H200", "driver": "1"})
     monkeypatch.setattr(data, "Lab", make_lab)
     monkeypatch.setattr(timing, "GraphMeter", lambda seconds: FakeMeter())
+
+
+def test_the_tour_measures_four_operations(
+    fake_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_HEADS", module.Heads(4, 2, 32, 32))
+    monkeypatch.setattr(peers, "PEERS", ())
+    built: list[set[str]] = []
+    monkeypatch.setattr(
+        peers.Peers, "warm_up", lambda self, cases: built.append({case.op for case in cases})
+    )
+    small = {"decode": ("2x40",), "verify": ("2x40",), "extend": ("1x40",), "store": ("9",)}
+    monkeypatch.setattr(module.shapes, "QUICK_SHAPES", small)
+    path = tmp_path / "out.json"
+    status, output = run("--quick", "--json", path)
+    assert status == 0, output
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["op"] for row in rows[::3]] == list(small)
+    assert [row["format"] for row in rows[:3]] == list(module.shapes.QUICK_RECIPES)
+    assert rows[3]["new_tokens"] == 4
+    # What peers compile is begun for all operations at once.
+    assert built[0] == set(small)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--json", "x.json"), "give a command, or --quick"),
+        (("--quick", "decode"), "after the command decode"),
+    ],
+)
+def test_options_without_a_command(arguments: tuple[str, ...], words: str) -> None:
+    status, output = run(*arguments)
+    assert status == 2
+    assert words in output
+
+
+INTERRUPTED = """
+import os, signal, sys, threading
+from typing import Any
+import torch
+from inkling_backend.bench import app, data, timing
+from tests.bench.world import FakeMeter
+
+lab, rows = data.Lab, []
+torch.cuda.is_available = lambda: True
+torch.cuda.current_device = lambda: 0
+app.gpu = lambda: {"gpu": "NVIDIA H200", "driver": "1"}
+app.table.line = lambda row: rows.append(row) or (
+    os.kill(os.getpid(), signal.SIGINT) if len(rows) == 2 else ""
+) or "row"
+data.Lab = lambda heads, device, extend: lab(
+    heads, torch.device("cpu"), rotate_bytes=1 << 16, max_batch=4, max_context=1024
+)
+timing.GraphMeter = lambda seconds: FakeMeter()
+data.STORE_SLOTS = 256
+app.app(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("with_file", [True, False])
+def test_ctrl_c_keeps_what_is_done(with_file: bool, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    flags = ["store", "--shape", "9", "--shape", "11", "--no-peers", *SMALL]
+    flags += ["--json", str(path)] if with_file else []
+    command = [sys.executable, "-c", INTERRUPTED, *flags]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 130, done.stderr
+    assert "Traceback" not in done.stderr
+    count = 2 * len(module.shapes.RECIPE_NAMES)
+    assert f"interrupted: 2 of {count} rows are done" in done.stdout
+    assert done.stdout.count("store") >= 2
+    if with_file:
+        rows = json.loads(path.read_text())["rows"]
+        assert [row["format"] for row in rows] == list(module.shapes.RECIPE_NAMES[:2])
+        assert f"results in {path}" in done.stdout.replace("\n", "")
 
 
 @pytest.mark.parametrize("command", MEASURING)
@@ -70,7 +147,20 @@ def test_a_run_writes_its_rows(command: str, fake_gpu: None, tmp_path: Path) -> 
     assert [row["format"] for row in content["rows"]] == ["mxfp8", "bf16"]
     assert {row["op"] for row in content["rows"]} == {command}
     assert content["host"]["torch"] == torch.__version__.split("+")[0]
-    assert "of copy speed" in output
+    assert "of copy" in output
+
+
+def test_extend_says_what_attended(fake_gpu: None, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    flags = ("--format", "mxfp8", "--shape", "1x40", "--no-peers", *SMALL, "--json", path)
+    assert run("extend", *flags, "--extend", "triton")[0] == 0
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["kernels"] == "plain torch (reference)"
+    status, output = run("extend", *flags, "--extend", "flashinfer")
+    assert status == 1
+    assert "INKLING_EXTEND=flashinfer" in output
+    assert json.loads(path.read_text())["rows"][0]["gate"] == "fail"
+    assert run("extend", *flags, "--extend", "fa3")[0] == 2
 
 
 def test_a_failed_row_ends_with_status_one(fake_gpu: None, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_rows_of_several_gpus_say_so(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert engine.options(tmp_path, "inkling", "mxfp8", CASES, both)["tp_size"] == 2
     monkeypatch.setattr(engine, "measure", partial(engine.measure, module=FAKE))
     rows: list[Row] = []
-    engine.run(CASES[:1], ["nvfp4"], both, rows.append, print, peers=False)
+    engine.run(CASES[:1], ["nvfp4"], both, rows.append, print, peers=())
     assert [label(row) for row in rows] == ["engine_decode inkling nvfp4 64x8k tp 2"]
     assert ("tp", 2) in identity(rows[0])
 
@@ -55,7 +55,7 @@ def test_rows_come_with_the_peers_measured_before(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(engine, "measure", partial(engine.measure, module=FAKE))
     rows: list[Row] = []
     said: list[str] = []
-    assert engine.run(CASES, ["nvfp4"], SERVER, rows.append, said.append, peers=True)
+    assert engine.run(CASES, ["nvfp4"], SERVER, rows.append, said.append, peers=tuple(engine.PEERS))
     found = [(row["backend"], row["format"], row["batch"]) for row in rows]
     assert found == [
         (backend, name, batch)
@@ -76,7 +76,7 @@ def test_a_failed_recipe_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(engine, "measure", fail)
     said: list[str] = []
-    assert not engine.run(CASES, ["nvfp4"], SERVER, said.append, said.append, peers=False)  # type: ignore[arg-type]
+    assert not engine.run(CASES, ["nvfp4"], SERVER, said.append, said.append, peers=())  # type: ignore[arg-type]
     assert said == ["engine with inkling nvfp4: no memory"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,13 @@ from typer.testing import CliRunner
 from inkling_backend import RECIPES, CacheLayout
 from inkling_backend.cache import KVCachePool
 from inkling_backend.cli.app import app
-from inkling_backend.cli.plan import GPU_MEMORY_MIB, ORDER, count_weights, plan, read_model
+from inkling_backend.cli.model import PlanError, count_weights, read_model
+from inkling_backend.cli.plan import GPU_MEMORY_MIB, ORDER, plan
 
+ROW = ["recipe", "bits_per_element", "bytes_per_token", "tokens", "requests"]
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
     "hidden_size": 4096,
     "intermediate_size": 14336,
     "vocab_size": 128256,
@@ -29,37 +33,42 @@ LLAMA: dict[str, Any] = {
 
 def write(folder: Path, **changes: Any) -> Path:
     """A config.json like Llama 3.1 8B's, with changes; None leaves a key out."""
-    config = {key: value for key, value in (LLAMA | changes).items() if value is not None}
-    (folder / "config.json").write_text(json.dumps(config))
+    return write_config(folder, LLAMA | changes)
+
+
+def write_config(folder: Path, config: dict[str, Any]) -> Path:
+    kept = {key: value for key, value in config.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(kept))
     return folder
 
 
-def run(*arguments: str) -> tuple[int, str]:
-    """Exit status and output of the command."""
-    result = CliRunner().invoke(app, ["plan", *arguments])
-    return result.exit_code, result.output
+def run(*arguments: str, columns: int = 80) -> tuple[int, str, str]:
+    """Exit status, output and errors of the command."""
+    result = CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": str(columns)})
+    return result.exit_code, result.stdout, result.stderr
 
 
 def test_json_has_every_recipe_and_the_pools_own_sizes(tmp_path: Path) -> None:
-    write(tmp_path)
-    status, output = run("--model", str(tmp_path), "--gpu", "h200", "--context", "32768", "--json")
-    assert status == 0
+    arguments = ("--model", str(write(tmp_path)), "--gpu", "h200", "--context", "32768")
+    status, output, errors = run(*arguments, "--json")
+    assert (status, errors) == (0, "")
     content = json.loads(output)
+    assert list(content) == ["recipes"]
+    assert all(list(row) == ROW for row in content["recipes"])
     rows = {row["recipe"]: row for row in content["recipes"]}
     assert tuple(rows) == ORDER
+    cache = int(GPU_MEMORY_MIB["H200"] * 2**20 * 0.88) - 2 * 8_030_261_248
     for name, recipe in RECIPES.items():
         row = rows[name]
         layout = CacheLayout(recipe.k, recipe.v, 8, 128, 128)
         pool = KVCachePool(layout, 32, 1, "meta")
         held = sum(buffer.tensor.nbytes for buffer in pool.buffers())
         assert row["bytes_per_token"] * layout.page_size == held
-        assert row["tokens"] == content["cache_bytes"] // row["bytes_per_token"]
+        assert row["tokens"] == cache // held * layout.page_size
         assert row["requests"] == row["tokens"] // 32768
         bits = recipe.k.bits_per_element + recipe.v.bits_per_element
         assert row["bits_per_element"] * 2 == bits
     assert rows["fp8"]["bytes_per_token"] * 2 == rows["bf16"]["bytes_per_token"]
-    total = GPU_MEMORY_MIB["H200"] * 2**20
-    assert content["cache_bytes"] + content["weight_bytes"] == int(total * 0.88)
 
 
 def test_weights_of_a_known_model(tmp_path: Path) -> None:
@@ -75,64 +84,152 @@ def test_tensor_parallel_splits_heads_and_weights(tmp_path: Path) -> None:
     assert many.row("mxfp8").bytes_per_token * 8 == one.row("mxfp8").bytes_per_token
 
 
-def test_windowed_layers_keep_their_window_only(tmp_path: Path) -> None:
-    kinds = ["full_attention", "sliding_attention"] * 16
-    shape = read_model(write(tmp_path, layer_types=kinds, sliding_window=1024))
-    assert (shape.full_layers, shape.window_layers, shape.window) == (16, 16, 1024)
-    row = plan(shape, memory_bytes=80 * 2**30, context=131072).row("nvfp4")
-    layer = row.bytes_per_token // 32
-    request = layer * 16 * (131072 + 1024)
-    assert row.requests == plan(shape, memory_bytes=80 * 2**30).cache_bytes // request
+# Configurations as they are published, without what does not matter here; then layers with the
+# whole context, layers with a window, the window, KV heads and head_dim.
+PUBLISHED: dict[str, tuple[dict[str, Any], tuple[int, int, int, int, int]]] = {
+    "Qwen3 8B": (
+        {"model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36, "head_dim": 128}
+        | {"num_attention_heads": 32, "num_key_value_heads": 8, "use_sliding_window": False},
+        (36, 0, 0, 8, 128),
+    ),
+    # Names no heads at all: its class has them.
+    "Gemma 3 4B": (
+        {"model_type": "gemma3"}
+        | {"text_config": {"model_type": "gemma3_text", "hidden_size": 2560}}
+        | {"vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"}},
+        (4, 22, 4096, 4, 256),
+    ),
+    "Gemma 2 9B": (
+        {"model_type": "gemma2", "num_hidden_layers": 42, "num_attention_heads": 16}
+        | {"num_key_value_heads": 8, "head_dim": 256, "sliding_window": 4096},
+        (21, 21, 4096, 8, 256),
+    ),
+    "GPT-OSS 20B": (
+        {"model_type": "gpt_oss", "num_hidden_layers": 24, "head_dim": 64, "sliding_window": 128}
+        | {"num_attention_heads": 64, "num_key_value_heads": 8},
+        (12, 12, 128, 8, 64),
+    ),
+    "Mistral 7B": (
+        {"model_type": "mistral", "num_hidden_layers": 32, "num_attention_heads": 32}
+        | {"hidden_size": 4096, "num_key_value_heads": 8, "sliding_window": 4096},
+        (0, 32, 4096, 8, 128),
+    ),
+    "Qwen3-Next 80B": (
+        {"model_type": "qwen3_next", "num_hidden_layers": 48, "full_attention_interval": 4}
+        | {"num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256},
+        (12, 0, 0, 2, 256),
+    ),
+    "Jamba": (
+        {"model_type": "jamba", "num_hidden_layers": 32, "hidden_size": 4096}
+        | {"attn_layer_period": 8, "attn_layer_offset": 4}
+        | {"num_attention_heads": 32, "num_key_value_heads": 8},
+        (4, 0, 0, 8, 128),
+    ),
+}
 
 
-def test_layers_without_a_cache_cost_nothing(tmp_path: Path) -> None:
-    kinds = ["linear_attention"] * 24 + ["full_attention"] * 8
-    shape = read_model(write(tmp_path, layer_types=kinds))
-    full = read_model(write(tmp_path))
-    rows = [plan(s, memory_bytes=80 * 2**30).row("mxfp8") for s in (shape, full)]
-    assert rows[0].bytes_per_token * 4 == rows[1].bytes_per_token
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configurations(name: str, tmp_path: Path) -> None:
+    config, expected = PUBLISHED[name]
+    shape = read_model(write_config(tmp_path, config))
+    found = (shape.full_layers, shape.window_layers, shape.window)
+    assert (*found, shape.num_kv_heads, shape.head_dim) == expected
+    row = plan(shape, memory_bytes=80 * 2**30, weight_bytes=0).row("nvfp4")
+    recipe = RECIPES["nvfp4"]
+    dim = expected[4]
+    layout = CacheLayout(recipe.k, recipe.v, expected[3], dim, dim)
+    assert row.bytes_per_token == layout.bytes_per_token * (expected[0] + expected[1])
+
+
+def test_windows_and_states_are_noted(tmp_path: Path) -> None:
+    arguments = ("--memory-gib", "80", "--weights-gib", "10", "--json")
+    for name, words in {
+        "GPT-OSS 20B": ("12 of 24 layers see 128 tokens", "1.11x"),
+        "Mistral 7B": ("32 of 32 layers see 4,096 tokens", "whole context"),
+        "Qwen3-Next 80B": ("36 of 48 layers keep a recurrent state", "not served"),
+    }.items():
+        write_config(tmp_path, PUBLISHED[name][0])
+        status, output, errors = run("--model", str(tmp_path), *arguments, columns=300)
+        assert status == 0
+        assert len(json.loads(output)["recipes"]) == len(ORDER)
+        assert all(word in errors for word in words), errors
+
+
+def test_a_type_that_transformers_does_not_know_needs_the_weights(tmp_path: Path) -> None:
+    write(tmp_path, model_type="of_tomorrow")
+    status, _, errors = run("--model", str(tmp_path), "--gpu", "H100")
+    assert status == 1
+    assert "--weights-gib" in errors
+    status, output, _ = run("--model", str(tmp_path), "--gpu", "H100", "--weights-gib", "15")
+    assert status == 0
+    assert "67,584" in output
 
 
 def test_a_recipe_that_does_not_fit_says_why(tmp_path: Path) -> None:
     write(tmp_path, head_dim=80)
-    status, output = run("--model", str(tmp_path), "--memory-gib", "80", "--json")
+    arguments = ("--model", str(tmp_path), "--memory-gib", "80")
+    status, output, errors = run(*arguments, "--json", columns=300)
     rows = {row["recipe"]: row for row in json.loads(output)["recipes"]}
     assert status == 0
-    assert "head_dim 80 does not fit mxfp8" in rows["mxfp8"]["reason"]
-    assert "reason" not in rows["nvfp4"]
+    assert rows["mxfp8"] | {"bits_per_element": 0} == dict.fromkeys(ROW, 0) | {"recipe": "mxfp8"}
+    assert rows["nvfp4"]["tokens"] > 0
+    assert "note: mxfp8: head_dim 80 does not fit mxfp8" in errors
+    assert "does not fit" in run(*arguments)[1]
 
 
-def test_the_table_fits_eighty_columns(tmp_path: Path) -> None:
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_table_and_the_chart_fit(columns: int, tmp_path: Path) -> None:
     write(tmp_path)
-    status, output = run("--model", str(tmp_path / "config.json"), "--gpu", "H100")
+    arguments = ("--model", str(tmp_path / "config.json"), "--gpu", "H100")
+    status, output, _ = run(*arguments, columns=columns)
     assert status == 0
-    assert max(map(len, output.splitlines())) <= 80
-    for name in ORDER:
-        assert name in output
+    assert max(map(len, output.splitlines())) <= columns
     assert "3.56x" in output
+    assert "…" not in output
+    bars = {line.split()[0]: line.count("█") for line in output.splitlines() if "█" in line}
+    assert tuple(bars) == ORDER
+    assert bars["nvfp4"] > bars["mxfp8-nvfp4"] > bars["mxfp8"] > bars["bf16"] > 0
+    assert bars["nvfp4"] > columns // 2
 
 
 BAD: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
     "no memory": ({}, (), "one of --gpu and --memory-gib"),
     "both memories": ({}, ("--gpu", "H100", "--memory-gib", "80"), "one of --gpu"),
-    "unknown GPU": ({}, ("--gpu", "H300"), "known: A100-40GB"),
-    "MLA": ({"kv_lora_rank": 512}, ("--gpu", "H100"), "MLA"),
-    "no decoder": ({"num_hidden_layers": None}, ("--gpu", "H100"), "num_hidden_layers"),
-    "experts": ({"num_experts": 64}, ("--gpu", "H100"), "--weights-gib"),
+    "unknown GPU": ({}, ("--gpu", "H300"), "known: A10"),
+    "MLA": ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, ("--gpu", "H100"), "MLA"),
+    "encoder": ({"model_type": "t5"}, ("--gpu", "H100"), "encoder-decoder"),
+    "no layers": ({"model_type": "x", "num_hidden_layers": 0}, ("--gpu", "H100"), "hidden_layers"),
+    "no decoder": ({"model_type": "x", "hidden_size": None}, ("--gpu", "H100"), "hidden_size"),
+    "two head sizes": ({"swa_head_dim": 64}, ("--gpu", "H100"), "heads of their own size"),
+    "unknown layers": ({"layer_types": ["odd"] * 32}, ("--gpu", "H100"), "odd"),
+    "quantized": ({"quantization_config": {"quant_method": "fp8"}}, ("--gpu", "H100"), "(fp8)"),
     "too large": ({"num_hidden_layers": 800}, ("--gpu", "H100"), "larger --tp"),
+    "heads": ({}, ("--gpu", "H100", "--tp", "3"), "--tp that divides"),
+    "context": ({}, ("--gpu", "H100", "--context", "200000"), "smaller --context"),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_errors_say_what_to_do(case: str, tmp_path: Path) -> None:
     changes, arguments, words = BAD[case]
-    status, output = run("--model", str(write(tmp_path, **changes)), *arguments)
-    assert status == 1
-    assert words in output
-    assert "Traceback" not in output
+    status, output, errors = run("--model", str(write(tmp_path, **changes)), *arguments)
+    assert (status, output) == (1, "")
+    assert words in errors
+    assert errors.startswith("inkling-backend plan: ")
+    assert "Traceback" not in errors
 
 
 def test_a_missing_model_is_named(tmp_path: Path) -> None:
-    status, output = run("--model", str(tmp_path / "nothing"), "--gpu", "H100")
+    status, _, errors = run("--model", str(tmp_path / "nothing"), "--gpu", "H100")
     assert status == 1
-    assert "nothing/config.json" in output.replace("\n", "")
+    assert "nothing/config.json" in errors
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(PlanError, match="got a list"):
+        read_model(tmp_path)
+
+
+def test_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    status, _, errors = run("--model", str(write(tmp_path)), "--gpu", "H100")
+    assert status == 1
+    assert "plan needs transformers: pip install 'inkling-backend[bench]'" in errors

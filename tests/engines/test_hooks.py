@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from inkling_backend.attention import flashinfer_extend
 from inkling_backend.engines.sglang import patches, versions
 from inkling_backend.engines.sglang.flags import Flags, construct, flags_of
 from inkling_backend.errors import UnsupportedError
 from inkling_backend.formats import get_recipe
 from inkling_backend.formats.layout import CacheLayout
+from inkling_backend.kernels import arch
 
 
 class Args(SimpleNamespace):
@@ -142,6 +145,9 @@ def test_workspace_is_kept_out_of_the_pool(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(versions, "active_attention_tp_size", lambda: 1)
     requests = SimpleNamespace(max_running_requests=8)
     monkeypatch.setattr(versions, "active_server_args", lambda: requests)
+    monkeypatch.setattr(arch, "capability_of", lambda device: (9, 0))
+    monkeypatch.setattr(flashinfer_extend, "chosen", lambda choice, *_: choice == "flashinfer")
+    monkeypatch.setenv("INKLING_EXTEND", "triton")
     recipe = get_recipe("mxfp8")
     layout = CacheLayout(recipe.k, recipe.v, 2, 64, 64)
     kvc = SimpleNamespace(
@@ -153,6 +159,9 @@ def test_workspace_is_kept_out_of_the_pool(monkeypatch: pytest.MonkeyPatch) -> N
     requests.max_running_requests = 64
     large = patches._workspace_bytes(kvc, layout)
     assert 0 < small < large
+    monkeypatch.setenv("INKLING_EXTEND", "flashinfer")
+    copies = 4096 * 2 * (64 + 64) * 2
+    assert patches._workspace_bytes(kvc, layout) > large + copies
     kvc.device = "cpu"
     assert patches._workspace_bytes(kvc, layout) == 0
 
@@ -161,6 +170,33 @@ def test_workspace_is_kept_out_of_the_pool(monkeypatch: pytest.MonkeyPatch) -> N
     assert (args, kwargs) == ((sizer, 1000, 128), {})
     args, _ = patches._calculate_pool_sizes(SimpleNamespace(), 1000, 128)
     assert args[1] == 1000, "the sizer of another backend's pool keeps all its bytes"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "backend", "cell", "workspace"),
+    [
+        ("inkling_mxfp8", "inkling", 4 * 132, 7),
+        ("bf16", "inkling", 1000, 7),
+        ("bf16", "triton", 1000, None),
+        ("fp8_e4m3", "inkling", 1000, None),
+    ],
+)
+def test_a_cell_of_each_pool(
+    dtype: str, backend: str, cell: int, workspace: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, bf16 = get_recipe("mxfp8"), get_recipe("bf16")
+    pool = SimpleNamespace(
+        engine_recipe=lambda name: {"bf16": bf16}[name],
+        recipe_of=lambda name: recipe if name == "inkling_mxfp8" else None,
+        layout_of=lambda recipe, *_: CacheLayout(recipe.k, recipe.v, 1, 64, 64),
+    )
+    monkeypatch.setitem(sys.modules, "inkling_backend.engines.sglang.pool", pool)
+    monkeypatch.setattr(versions, "active_attention_backends", lambda: (backend, backend))
+    monkeypatch.setattr(patches, "_workspace_bytes", lambda kvc, layout: 7)
+    kvc = SimpleNamespace(kv_cache_dtype_str=dtype, model_config=None, page_size=128)
+    sizer = SimpleNamespace()
+    assert patches._compute_cell_size(lambda *_: 1000, sizer, kvc, 4) == cell
+    assert getattr(sizer, "inkling_workspace_bytes", None) == workspace
 
 
 def test_the_engine_adjusts_itself_to_the_model_as_for_triton(

@@ -254,9 +254,10 @@ def draw_query(
 
 
 def draw_rule(rng: random.Random, chunked: bool, batch: int) -> SplitRule:
-    """A rule that cuts small requests, too; splits are chunks times four if ``chunked``."""
+    """A rule that cuts small requests, too; splits are chunks times eight if ``chunked``."""
     if chunked:
-        return SplitRule(1024, 1024, 1, 256, most_items=100, most_chunks=rng.choice((0, 7, 100)))
+        chunks, heads = rng.choice((0, 7, 100)), rng.choice((1, 8))
+        return SplitRule(1024, 1024, 1, 128, 100, chunks, heads, rng.choice((1, 7, 30, 1 << 20)))
     least = rng.choice((64, 128, 256))
     most_items = rng.choice((100, batch + 3))
     return SplitRule(least, rng.choice((least, 512)), rng.choice((1, 4)), 64, most_items)

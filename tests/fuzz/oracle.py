@@ -149,13 +149,13 @@ class ExpectedPlan(NamedTuple):
     """A decode plan: `WorkList` as Python lists."""
 
     indptr: list[int]
-    chunked: bool
+    sizes: list[int]
     records: list[list[int]]
 
 
 def expect_plan(lens: list[int], rule: SplitRule) -> ExpectedPlan:
     """The work items of requests of these lengths, as `SplitRule` describes them."""
-    chunked = sum(-(-n // rule.step) for n in lens) <= rule.most_chunks
+    chunked = _chunks_are_quicker(lens, rule)
     shift = 0
     while sum(-(-n // (rule.split_tokens(n) << shift)) for n in lens) > rule.most_items:
         shift += 1
@@ -165,4 +165,17 @@ def expect_plan(lens: list[int], rule: SplitRule) -> ExpectedPlan:
         starts = range(0, n, tokens)
         records += [[b, s, min(s + tokens, n), int(len(starts) == 1)] for s in starts]
         indptr.append(len(records))
-    return ExpectedPlan(indptr, chunked, records)
+    parts = rule.min_tokens // rule.step if chunked else 1
+    return ExpectedPlan(indptr, [len(records), parts], records)
+
+
+def _chunks_are_quicker(lens: list[int], rule: SplitRule) -> bool:
+    chunks = sum(-(-n // rule.step) for n in lens)
+    if chunks > rule.most_chunks:
+        return False
+
+    def rounds(items: int) -> int:
+        return -(-items * rule.heads // rule.programs)
+
+    coarse = rounds(sum(map(rule.splits, lens))) * (rule.min_tokens + 48)
+    return rounds(chunks) * (rule.step + rule.step // 16 + 48) < coarse

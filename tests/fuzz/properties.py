@@ -17,7 +17,7 @@ from inkling_backend.formats import Query
 from inkling_backend.formats.layout import LayerCache
 from inkling_backend.kernels.arch import capability_of
 from inkling_backend.kernels.decode import DecodeCall, decode
-from inkling_backend.kernels.decode_fast import decode_fast, fits
+from inkling_backend.kernels.decode_fast import config_for, decode_fast
 from inkling_backend.kernels.gather import gather
 from inkling_backend.kernels.merge import merge
 from inkling_backend.kernels.store import store
@@ -99,7 +99,7 @@ def check_plan(rng: random.Random, model: Model, limits: Limits, device: torch.d
     want = oracle.expect_plan(lens, rule)
     assert planned.records() == want.records
     assert planned.work.indptr.tolist() == [*want.indptr, GARBAGE]
-    assert planned.work.chunked.tolist() == [want.chunked]
+    assert planned.work.sizes.tolist() == want.sizes
     assert planned.seq_lens.tolist() == [*lens, GARBAGE]
     for b, n in enumerate(lens):
         pages = -(-n // world.layout.page_size)
@@ -123,7 +123,7 @@ def check_decode(rng: random.Random, model: Model, limits: Limits, device: torch
     layer = draw.draw_layer(rng, model, max(lens), device)
     query = draw.draw_query(rng, model, len(lens), device, tally)
     kernels: list[Callable[[DecodeCall], None]] = [decode]
-    if fits(model.layout, model.group, model.dtype, capability_of(device)):
+    if config_for(model.layout, model.group, 1, model.dtype, capability_of(device)):
         kernels.append(decode_fast)
     for kernel in kernels:
         _check_decode_kernel(rng, model, world, query, layer, kernel, tally)
@@ -142,7 +142,7 @@ def _check_decode_kernel(
     lens = world.lens
     everyone = list(range(len(lens)))
     exact = kernel is decode
-    rule = draw.draw_rule(rng, model.chunked if exact else True, len(lens))
+    rule = draw.draw_rule(rng, model.chunked or not exact, len(lens))
 
     def run(order: list[int] = everyone) -> torch.Tensor:
         return _attended(make_call(world, query, order, rule, layer), kernel)

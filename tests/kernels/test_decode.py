@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from inkling_backend.attention import LayerAttention
 from inkling_backend.formats import Query
 from inkling_backend.kernels.configs import CHUNK_TOKENS, CHUNKED_SPLIT_TOKENS, SplitRule
 from inkling_backend.kernels.decode import DecodeCall, Partial, decode
-from inkling_backend.kernels.decode_fast import decode_fast, fits
+from inkling_backend.kernels.decode_fast import config_for, decode_fast
 from inkling_backend.kernels.decode_redo import decode_redo
 from inkling_backend.kernels.merge import merge
 from inkling_backend.reference.store import store
@@ -29,8 +30,12 @@ from tests.kernels.test_plan import run_plan_decode
 
 UNIT = LayerAttention(1.0)
 RULE = SplitRule(64, 512, 4, 64, most_items=100)
-# As `decode_fast` has it: chunks are the work items of small batches.
-SPLITS = SplitRule(CHUNKED_SPLIT_TOKENS, CHUNKED_SPLIT_TOKENS, 1, CHUNK_TOKENS, most_items=100)
+# As `decode_fast` has it, with a program for every work item: chunks are those of small batches.
+SPLITS = SplitRule(
+    *(CHUNKED_SPLIT_TOKENS, CHUNKED_SPLIT_TOKENS, 1, CHUNK_TOKENS),
+    most_items=100,
+    programs=1 << 20,
+)
 CHUNKED = SPLITS._replace(most_chunks=7)
 
 
@@ -56,11 +61,16 @@ def run_decode(
     order: list[int] | None = None,
     rule: SplitRule | None = None,
     layer: LayerAttention = PLAIN,
+    q_len: int = 1,
 ) -> torch.Tensor:
-    """Plans and attends in buffers full of NaN; ``[B, Hq, Dv]`` in the order asked for."""
+    """Plans and attends in buffers full of NaN; ``[B, Hq, Dv]`` in the order asked for.
+
+    With more than one query token, those come before the heads and requests have their own order.
+    """
     order = list(range(len(world.lens))) if order is None else order
-    fast = chosen is decode_fast and fits(world.layout, world.group, world.dtype, (9, 0))
-    call = make_call(world, query, order, rule or (CHUNKED if fast else RULE), layer)
+    model = (world.layout, world.group, q_len, world.dtype)
+    fast = chosen is decode_fast and config_for(*model, (9, 0))
+    call = make_call(world, query, order, rule or (CHUNKED if fast else RULE), layer, q_len)
     (decode_fast if fast else decode)(call)
     merge(call)
     assert call.partial.failures.item() == 0
@@ -73,31 +83,40 @@ def make_call(
     order: list[int],
     rule: SplitRule,
     layer: LayerAttention = PLAIN,
+    q_len: int = 1,
 ) -> DecodeCall:
     """A planned batch of some requests; partial results are NaN."""
     planned = run_plan_decode(world, rule, order=order)
-    partial = Partial.empty(
-        planned.work.records.shape[0], world.num_q_heads, world.layout.v_head_dim, world.device
-    )
+    parts = planned.work.records.shape[0] * q_len
+    partial = Partial.empty(parts, world.num_q_heads, world.layout.v_head_dim, world.device)
+    index = [b * q_len + t for b in order for t in range(q_len)]
     for buffer in (partial.out, partial.top, partial.total):
         buffer.fill_(torch.nan)
     return DecodeCall(
-        Query(*(None if part is None else part[order].contiguous() for part in query)),
+        Query(*(None if part is None else part[index].contiguous() for part in query)),
         world.cache,
         planned.page_table,
         planned.seq_lens,
         planned.work,
         len(order),
         partial,
-        world.empty_out(len(order)),
+        world.empty_out(len(index)),
         layer,
+        q_len,
     )
 
 
-def check(world: World, query: Query, out: torch.Tensor, layer: LayerAttention = PLAIN) -> None:
+def check(
+    world: World,
+    query: Query,
+    out: torch.Tensor,
+    layer: LayerAttention = PLAIN,
+    q_len: int = 1,
+) -> None:
     q = query.dequantize()
     for b in range(len(world.lens)):
-        assert_as_accurate(out[b : b + 1], world, b, q[b : b + 1], layer)
+        rows = slice(b * q_len, (b + 1) * q_len)
+        assert_as_accurate(out[rows], world, b, q[rows], layer)
 
 
 @pytest.mark.parametrize("page", [32, 64, 128])
@@ -211,6 +230,25 @@ def test_a_request_has_the_same_bits_in_every_batch(k: str, device: torch.device
     assert torch.equal(run_decode(world, query, order=order), together[order])
 
 
+@pytest.mark.parametrize("k", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("window", [None, 100, 1500])
+def test_the_cut_of_the_work_changes_no_bit(
+    k: str, window: int | None, device: torch.device
+) -> None:
+    if chosen is not decode_fast:
+        pytest.skip("decode has one cut")
+    world = make_world([1, 3000, 64, 1024, 700], device, k=k, k_dim=128, max_context=4096)
+    query = world.queries(5)
+    layer = replace(PLAIN, window=window)
+    results = {}
+    for programs, most_chunks in itertools.product((1, 1 << 20), (0, 100)):
+        rule = SPLITS._replace(programs=programs, most_chunks=most_chunks, heads=2)
+        results[programs, most_chunks] = run_decode(world, query, rule=rule, layer=layer)
+    first = results.popitem()[1]
+    assert {cut for cut, out in results.items() if not torch.equal(out, first)} == set()
+    check(world, query, first, layer)
+
+
 @pytest.mark.parametrize("k", ["mxfp8", "kvfp4"])
 def test_one_negative_logit_out_of_range_is_noticed(k: str, device: torch.device) -> None:
     # In float16 its logit is -inf and its probability 0. It really is -5e-8, as good as the others.
@@ -224,7 +262,7 @@ def test_one_negative_logit_out_of_range_is_noticed(k: str, device: torch.device
 
 
 def test_redo_computes_whole_splits(device: torch.device) -> None:
-    world = make_world([1200, 90, 300], device, k="mxfp8", k_dim=128, max_context=2048)
+    world = make_world([1100, 90, 300], device, k="mxfp8", k_dim=128, max_context=2048)
     query = world.queries(3)
     heads = slice(world.group, 2 * world.group)  # of one KV head
     results = []
@@ -256,7 +294,7 @@ def test_merge_does_not_care_how_the_work_was_cut(device: torch.device) -> None:
     fine.out[:parts] = torch.randn_like(fine.out[:parts])
     fine.top[:parts] = torch.randint(-3, 4, (parts, 2), device=device).float()
     fine.total[:parts] = torch.rand(parts, 2, device=device) + 1
-    firsts = [0, 4, 8, 12, 16, 17]  # chunks of 3000 tokens are twelve, of 1030 five
+    firsts = [0, 8, 16, 24, 32, 33]  # chunks of 3000 tokens are 24, of 1030 nine
     for item, (first, end) in enumerate(itertools.pairwise(firsts)):
         top, total, out = torch.full_like(fine.top[0], -torch.inf), 0.0, 0.0
         for chunk in range(first, end):

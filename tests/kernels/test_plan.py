@@ -10,7 +10,7 @@ import torch
 from inkling_backend.formats import get_format
 from inkling_backend.formats.layout import CacheLayout
 from inkling_backend.kernels import configs
-from inkling_backend.kernels.configs import SplitRule, split_rule
+from inkling_backend.kernels.configs import SplitRule, chunked_split_rule, split_rule
 from inkling_backend.kernels.plan import WorkList, plan_decode, plan_extend
 from tests.attention.world import World, make_world
 
@@ -18,7 +18,7 @@ GARBAGE = -7
 
 
 RULE = SplitRule(64, 512, 4, 64, most_items=100)
-CHUNKED = SplitRule(512, 512, 1, 256, most_items=100, most_chunks=8)
+CHUNKED = SplitRule(512, 512, 1, 256, most_items=100, most_chunks=8, programs=1 << 20)
 
 
 class Planned(NamedTuple):
@@ -30,7 +30,9 @@ class Planned(NamedTuple):
 
     def records(self) -> list[list[int]]:
         """The work items, up to the garbage."""
-        return [record for record in self.work.records.tolist() if record[0] != GARBAGE]
+        records = [record for record in self.work.records.tolist() if record[0] != GARBAGE]
+        assert len(records) == self.work.sizes[0]
+        return records
 
 
 def run_plan_decode(world: World, rule: SplitRule, *, order: list[int] | None = None) -> Planned:
@@ -42,7 +44,7 @@ def run_plan_decode(world: World, rule: SplitRule, *, order: list[int] | None = 
     def garbage(*shape: int) -> torch.Tensor:
         return torch.full(shape, GARBAGE, dtype=torch.int32, device=world.device)
 
-    work = WorkList(garbage(batch + 2), garbage(1), garbage(rule.most_items + 1, 4))
+    work = WorkList(garbage(batch + 2), garbage(2), garbage(rule.most_items + 1, 4))
     planned = Planned(
         garbage(batch + 1, -(-world.max_context // world.layout.page_size)),
         garbage(batch + 1),
@@ -76,7 +78,7 @@ def test_decode_plan_lists_every_split_once(page: int, device: torch.device) -> 
     ]
     firsts = [sum(w[0] < b for w in expected_work) for b in range(len(lens) + 1)]
     assert got.work.indptr.tolist() == [*firsts, GARBAGE]
-    assert got.work.chunked.tolist() == [0]
+    assert got.work.sizes.tolist() == [len(expected_work), 1]
     assert got.records() == expected_work
     assert got.seq_lens.tolist() == [*lens, GARBAGE]
     for b, n in enumerate(lens):
@@ -95,14 +97,31 @@ def test_a_small_batch_has_chunks_as_work_items(device: torch.device) -> None:
         for start in range(0, n, 256)
     ]
     assert small.work.indptr.tolist() == [0, 3, 3, 4, 8, GARBAGE]
-    assert small.work.chunked.tolist() == [1]
+    assert small.work.sizes.tolist() == [8, 2]
     large = run_plan_decode(make_world([*lens, 1], device), CHUNKED)
     assert large.records() == [
         *([0, 0, 512, 0], [0, 512, 600, 0], [2, 0, 256, 1]),
         *([3, 0, 512, 0], [3, 512, 900, 0], [4, 0, 1, 1]),
     ]
     assert large.work.indptr.tolist() == [0, 2, 2, 3, 5, 6, GARBAGE]
-    assert large.work.chunked.tolist() == [0]
+    assert large.work.sizes.tolist() == [6, 1]
+
+
+@pytest.mark.parametrize(
+    ("programs", "chunked"),
+    [
+        (1 << 20, True),  # one round of 184 beside one of 1072
+        (64, True),  # two of 184 beside one of 1072
+        (16, False),  # eight of 184 beside one of 1072
+        (1, False),
+    ],
+)
+def test_work_items_are_what_fills_the_programs(
+    programs: int, chunked: bool, device: torch.device
+) -> None:
+    rule = SplitRule(1024, 1024, 1, 128, 100, 100, heads=2, programs=programs)
+    work = run_plan_decode(make_world([8192], device, max_context=8192), rule).work
+    assert work.sizes.tolist() == ([64, 8] if chunked else [8, 1])
 
 
 @pytest.mark.parametrize("most_items", [5, 7, 11, 15])
@@ -175,7 +194,9 @@ def test_buffers_have_room(batch: int, chunked: bool) -> None:
     bf16 = get_format("bf16")
     layout = CacheLayout(bf16, bf16, 8, 128, 128)
     for context in (1, 255, 256, 257, 8192, 8193, 100_000):
-        rule = split_rule(32, layout, batch, context, chunked=chunked)
+        rule = split_rule(32, layout, batch, context)
+        if chunked:
+            rule = chunked_split_rule(32, layout, batch, context, programs=1056)
         held = rule.most_items * configs.partial_bytes(32, layout)
         assert held <= configs.PARTIAL_BYTES or rule.most_items == batch
         assert rule.most_items >= max(batch, rule.most_chunks)
@@ -190,5 +211,6 @@ def test_buffers_have_room(batch: int, chunked: bool) -> None:
 
 
 def test_empty_batch(device: torch.device) -> None:
-    world = make_world([], device)
-    assert run_plan_decode(world, RULE).work.indptr[0] == 0
+    work = run_plan_decode(make_world([], device), RULE).work
+    assert work.indptr[0] == 0
+    assert work.sizes[0] == 0

@@ -16,7 +16,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from inkling_backend.attention import AttentionRunner, AttentionSpec, LayerAttention
-from inkling_backend.engines.sglang import versions
+from inkling_backend.engines.sglang import metrics, versions
 from inkling_backend.engines.sglang.flags import KV_CACHE_DTYPES, flags_of
 from inkling_backend.engines.sglang.layer import layer_attention, window_of
 from inkling_backend.engines.sglang.pool import (
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 class InklingAttnBackend(AttentionBackend):
     """Block-scaled attention over `InklingKVPool`, or over the engine's own pool for BF16."""
 
-    # Lengths are read on the device; the host needs only the engine's list of new tokens.
+    # Lengths are read on the device; the host needs only the engine's lists of new and old tokens.
     needs_cpu_seq_lens = False
     # Plans have one row per request slot, so dummy batches must not hold more requests.
     extend_dummy_seqs_capped_by_req_pool = True
@@ -79,23 +79,37 @@ class InklingAttnBackend(AttentionBackend):
         if isinstance(pool, InklingKVPool):
             pool.runner = self.runner
         if versions.is_first_rank():
-            self._log_start(layers)
+            facts = self._facts()
+            self._log_start(layers, facts)
+            metrics.report(facts)
 
-    def _log_start(self, layers: list[Any]) -> None:
-        layout, num_layers = self.layout, self.pool.layer_num
+    def _facts(self) -> metrics.CacheFacts:
+        spec = self.runner.spec
+        return metrics.CacheFacts(
+            recipe=self.recipe.name,
+            query="mxfp8" if spec.quantize_query else str(spec.dtype).removeprefix("torch."),
+            kernels=self.runner.kernels,
+            bytes_per_token=self.layout.bytes_per_token * self.pool.layer_num,
+            pool_tokens=self.pool.size,
+            pool_bytes=sum(self.pool.get_kv_size_bytes()),
+            workspace_bytes=self.runner.workspace_bytes,
+        )
+
+    def _log_start(self, layers: list[Any], facts: metrics.CacheFacts) -> None:
+        layout = self.layout
         logger.info(
             "inkling: KV cache recipe %s, %d bytes per token (%d layers of %d), %d tokens in the "
             "pool, %.2fx the tokens of BF16, %s on %s, queries in %s, workspace %.1f MiB",
-            self.recipe.name,
-            layout.bytes_per_token * num_layers,
-            num_layers,
+            facts.recipe,
+            facts.bytes_per_token,
+            self.pool.layer_num,
             layout.bytes_per_token,
-            self.pool.size,
+            facts.pool_tokens,
             layout.bytes_per_token_bf16 / layout.bytes_per_token,
-            self.runner.kernels,
+            facts.kernels,
             self.device.type,
-            "mxfp8" if self.runner.spec.quantize_query else self.runner.spec.dtype,
-            self.runner.workspace_bytes / 2**20,
+            facts.query,
+            facts.workspace_bytes / 2**20,
         )
         windows = sum(window_of(layer) is not None for layer in layers)
         if windows:
@@ -127,7 +141,7 @@ class InklingAttnBackend(AttentionBackend):
                 forward_batch.req_pool_indices,
                 forward_batch.seq_lens,
                 _indptr(forward_batch.extend_seq_lens),
-                max(forward_batch.extend_seq_lens_cpu, default=0),
+                *_host_lengths(forward_batch),
             )
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -280,3 +294,10 @@ def _indptr(lengths: torch.Tensor) -> torch.Tensor:
     out = lengths.new_zeros(lengths.shape[0] + 1, dtype=torch.int32)
     torch.cumsum(lengths, 0, out=out[1:])
     return out
+
+
+def _host_lengths(forward_batch: Any) -> tuple[list[int], list[int]]:
+    """New tokens and all tokens of each request of an extend, from the engine's lists."""
+    new = list(forward_batch.extend_seq_lens_cpu)
+    old = forward_batch.extend_prefix_lens_cpu
+    return new, [a + b for a, b in zip(new, old, strict=True)]

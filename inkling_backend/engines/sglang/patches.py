@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from inkling_backend import env
 from inkling_backend.engines.sglang import versions
 from inkling_backend.engines.sglang.flags import (
     BACKEND,
@@ -165,14 +166,17 @@ def _build_mha_kv_pool(configurator: Any, **kwargs: Any) -> Any:
 
 
 def _compute_cell_size(original: Callable[..., int], self: Any, kvc: Any, num_layers: int) -> int:
-    from inkling_backend.engines.sglang.pool import layout_of, recipe_of
+    from inkling_backend.engines.sglang.pool import engine_recipe, layout_of, recipe_of
 
-    recipe = recipe_of(kvc.kv_cache_dtype_str)
-    if recipe is None:
+    name = kvc.kv_cache_dtype_str
+    own = recipe_of(name)
+    ours = uses_backend(versions.active_attention_backends()) and name in KV_CACHE_DTYPES
+    if own is None and not ours:
         return original(self, kvc, num_layers)
-    layout = layout_of(recipe, kvc.model_config, kvc.page_size)
+    # Over the engine's own pool (BF16) the runner has its buffers all the same.
+    layout = layout_of(own or engine_recipe(name), kvc.model_config, kvc.page_size)
     self.inkling_workspace_bytes = _workspace_bytes(kvc, layout)
-    return layout.bytes_per_token * num_layers
+    return original(self, kvc, num_layers) if own is None else layout.bytes_per_token * num_layers
 
 
 def _workspace_bytes(kvc: Any, layout: CacheLayout) -> int:
@@ -185,13 +189,19 @@ def _workspace_bytes(kvc: Any, layout: CacheLayout) -> int:
         return 0
     import torch
 
-    from inkling_backend.attention import AttentionSpec
+    from inkling_backend.attention import AttentionSpec, flashinfer_extend
     from inkling_backend.attention.triton_path import TritonPath
+    from inkling_backend.kernels.arch import capability_of
 
     heads = kvc.model_config.num_attention_heads // versions.active_attention_tp_size()
     spec = AttentionSpec(heads, layout, kvc.model_dtype, quantize_query=False)
     requests = versions.active_server_args().max_running_requests or _MOST_REQUESTS
-    path = TritonPath(spec, requests + 1, kvc.model_config.context_len, torch.device("meta"))
+    context, capability = kvc.model_config.context_len, capability_of(torch.device(kvc.device))
+    path = TritonPath(
+        *(spec, requests + 1, context, 1, torch.device("meta")),
+        capability=capability,
+        flashinfer=flashinfer_extend.chosen(env.extend(), spec, context, capability),
+    )
     return path.workspace_bytes
 
 
