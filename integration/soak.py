@@ -22,7 +22,7 @@ import urllib.error
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,8 @@ from integration.probe import Probe
 from integration.server import Server
 from integration.tiny_models import LLAMA, VOCAB, write_model
 
-MODEL = LLAMA | {"head_dim": 128}
+MODEL_TOKENS = 4096
+MODEL = LLAMA | {"head_dim": 128, "max_position_embeddings": MODEL_TOKENS}
 # A pool for some of the prompts below, and an engine that hopes for short answers: it must retract.
 SERVER: dict[str, object] = {
     "skip_tokenizer_init": True,
@@ -54,8 +55,8 @@ ON_GPU: dict[str, object] = {
 # Lengths of prompts: one token, one around pages and chunks, and long ones.
 LENGTHS = (1, 2, 31, 32, 33, 64, 97, 255, 256, 257, 400, 700)
 SHARED = 160  # tokens that every second prompt of them begins with
-# More than the pool holds, and more than the model does.
-TOO_LONG = (4000, 5000)
+# More than the model has room for, alone or with an answer.
+TOO_LONG = (MODEL_TOKENS - 5, MODEL_TOKENS + 1000)
 NEW_TOKENS = 48
 IDENTICAL = 200
 # A page of the running requests is taken away now and then even where the pool would do.
@@ -67,6 +68,7 @@ REFUSALS = (
     "input_ids cannot be empty",
     "exceeds the maximum allowed length",
     "longer than the model's context length",
+    "exceeds the model's maximum context length",
 )
 # An exception of the engine's own, in its log for every stream of an empty prompt.
 FOREIGN = "'GenerateReqInput' object has no attribute 'is_single'"
@@ -97,6 +99,10 @@ class Outcome:
     faults: Counter[str] = field(default_factory=Counter)
     mismatches: list[str] = field(default_factory=list)
 
+    def figures(self) -> dict[str, object]:
+        """Everything, as JSON has it."""
+        return vars(self) | {"faults": dict(self.faults), "summary": self.summary()}
+
     def summary(self) -> str:
         """One line of figures, and the first mismatches."""
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.faults.items()))
@@ -122,6 +128,9 @@ class Soak:
             (shared[: n // 2] if i % 2 else []) + [rng.randrange(5, vocab) for _ in range(n)]
             for i, n in enumerate(LENGTHS)
         ]
+        pool = int(server.loads()["max_total_num_tokens"])
+        # What the pool has no room for, if that is less.
+        self._too_long = [*TOO_LONG, *([pool + 1] if pool + NEW_TOKENS < MODEL_TOKENS else [])]
         self._lock = threading.Lock()
         self.outcome = Outcome()
         self._alone = [self._ask_alone(prompt) for prompt in self._prompts]
@@ -181,7 +190,7 @@ class Soak:
         """One request of a kind; gives the fault that it was, if it was one."""
         prompt = self._prompts[which]
         if kind in ("empty", "too long"):
-            self._refused([] if kind == "empty" else [7] * rng.choice(TOO_LONG), kind)
+            self._refused([] if kind == "empty" else [7] * rng.choice(self._too_long), kind)
             return kind
         count = NEW_TOKENS if kind == "whole" else rng.randint(1, NEW_TOKENS)
         patience = rng.uniform(0.01, 0.5) if kind == "impatient" else 120.0
@@ -338,7 +347,7 @@ def main() -> int:
     if args.log:
         args.log.write_text(log)
     if args.json:
-        print(write_json(args.json, asdict(outcome) | {"summary": outcome.summary()}))
+        print(write_json(args.json, outcome.figures()))
     return int(bool(outcome.mismatches))
 
 

@@ -54,6 +54,14 @@ def test_the_comparison_tells_recipes_apart(
     assert len(disagreements(expected, expected_nvfp4)) == len(PROMPTS)
 
 
+def test_identical_prompts_get_one_answer(single: RealEngine) -> None:
+    """Two hundred at once: in batches of many sizes, as the pool has room for some thirty."""
+    prompt = PROMPTS[1]
+    answers = single.tokens([prompt] * 200, 8)
+    assert len(answers) == 200
+    assert {tuple(answer) for answer in answers} == {tuple(answers[0])}
+
+
 def test_two_ranks_equal_one(tmp_path: Path) -> None:
     """Tensor-parallel, and data-parallel attention of which one rank idles."""
     cases = list(run_parallel(tmp_path, ("mxfp8",)))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 import inkling_backend
 
 PACKAGE = Path(inkling_backend.__file__).parent
+ROOT = Path(__file__).resolve().parent.parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # Modules that read pickles or talk to others.
@@ -83,6 +85,21 @@ def test_nothing_is_let_in(path: Path) -> None:
 )
 def test_the_check_sees(source: str) -> None:
     assert list(faults(source))
+
+
+def test_what_ci_installs_is_pinned_with_hashes() -> None:
+    folder = ROOT / "requirements"
+    locked = re.findall(r"^[\w.-]+==\S+$", (folder / "lock.txt").read_text(), re.MULTILINE)
+    entry = r"^([\w.-]+==\S+)((?: \\\n    --hash=sha256:[0-9a-f]{64})+)$"
+    hashed = dict(re.findall(entry, (folder / "hashes.txt").read_text(), re.MULTILINE))
+
+    def names(pins: Iterable[str]) -> set[str]:
+        return {re.sub(r"[-_.]+", "-", pin).lower() for pin in pins}
+
+    assert len(locked) > 200
+    assert names(locked) == names(hashed)
+    wanted = '"--require-hashes --no-deps -r requirements/hashes.txt"'
+    assert f"make test REQUIREMENTS={wanted}" in (ROOT / ".ci" / "run").read_text()
 
 
 def test_files_are_written_whole() -> None:

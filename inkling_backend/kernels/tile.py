@@ -156,15 +156,15 @@ def normalizer(v_global, top, total, sinks_ptr, q_head):
 
     Args:
         v_global: global scale of V.
-        top, total: the sum of exponentials, as `fold` takes it; 0 where every logit was -inf,
-            which gives NaN unless there is a sink.
+        top, total: the sum of exponentials, as `fold` takes it; 0 where every logit was -inf. Then
+            the sum of rows is 0, too, and the product NaN, unless there is a sink.
         sinks_ptr: ``[Hq]`` logits that count in the sum and have no value, or None.
         q_head: index of the query head.
     """
     if sinks_ptr is None:
-        return v_global / tl.where(total == 0.0, float("nan"), total)
+        return v_global / total
     else:
         # A sum that is a product alone, as in `soft_cap`: its bits do not depend on the kernel.
         sink = tl.fma(to_float32(tl.load(sinks_ptr + q_head)), LOG2E, 0.0)
         _top, total, weight, _one = fold(top, total, sink, 1.0)
-        return v_global / tl.where(total == 0.0, float("nan"), total) * weight
+        return v_global / total * weight

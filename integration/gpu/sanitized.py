@@ -76,8 +76,9 @@ def _run(
 
     last = (lens.cumsum(0) - 1).clamp(min=0)
     batch = len(LENS)
+    new_slots = torch.where(lens > 0, slots[last], 0)
     query = runner.store(
-        cache, k[last].contiguous(), v[last].contiguous(), slots[last], q[last].contiguous()
+        cache, k[last].contiguous(), v[last].contiguous(), new_slots, q[last].contiguous()
     )
     decode = runner.plan_decode(table, rows, lens, batch)
     runner.run(decode, query, cache, torch.empty_like(q[:batch]), layer)

@@ -127,6 +127,10 @@ def test_cpu_is_supported() -> None:
         ({"dllm_algorithm": "x"}, "diffusion"),
         ({"kv_canary": "log"}, "canary"),
         ({"device": "npu"}, "npu"),
+        (
+            {"device": "cpu", "enable_deterministic_inference": True},
+            "--enable-deterministic-inference needs a GPU",
+        ),
         ({"enable_torch_compile": True}, "--enable-torch-compile"),
         (
             {"cuda_graph_config": SimpleNamespace(prefill=SimpleNamespace(backend="full"))},

@@ -12,7 +12,6 @@ import torch
 
 from inkling_backend.attention import LayerAttention
 from inkling_backend.formats import Query
-from inkling_backend.formats.layout import LayerCache, SideLayout
 from inkling_backend.kernels.configs import CHUNK_TOKENS, CHUNKED_SPLIT_TOKENS, SplitRule
 from inkling_backend.kernels.decode import DecodeCall, Partial, decode
 from inkling_backend.kernels.decode_fast import config_for, decode_fast
@@ -332,6 +331,33 @@ def test_nan_stays_in_its_request_and_head(side: str, device: torch.device) -> N
     assert torch.equal(out[1, :2], clean[1, :2])
 
 
+@pytest.mark.parametrize("length", [100, 600])
+def test_an_infinite_value_gives_nan(length: int, device: torch.device) -> None:
+    """As in extend, where it may meet a probability of zero."""
+    world = make_world([length], device)
+    query = world.queries(1)
+    clean = run_decode(world, query)
+    world.cache.v_data[slots_of(world, 0)[77], 1, 5] = torch.inf
+    out = run_decode(world, query)
+    assert out[0, 2:, 5].isnan().all()
+    assert torch.equal(out[0, :2], clean[0, :2])
+    assert out[0, 2:, :5].isfinite().all()
+    assert out[0, 2:, 6:].isfinite().all()
+
+
+@pytest.mark.parametrize("length", [1, 100, 600])
+def test_nothing_but_infinitely_small_logits_gives_nan(length: int, device: torch.device) -> None:
+    """Finite Q and K whose product float32 does not hold: no answer, and not zero either."""
+    world = make_world([length, 5], device, group=1)
+    world.cache.k_data[slots_of(world, 0)] = -3e38
+    query = Query(torch.full((2, 2, 64), 3e38, dtype=world.dtype, device=device))
+    out = run_decode(world, query)
+    assert out[0].isnan().all()
+    # A sink is as large as anything then, and has no value.
+    sinks = torch.zeros(2, device=device)
+    assert not run_decode(world, query, layer=LayerAttention(0.125, sinks=sinks))[0].any()
+
+
 def test_the_oracle_notices_a_missing_token(device: torch.device) -> None:
     world = make_world([65], device)
     query = world.queries(1)
@@ -340,32 +366,3 @@ def test_the_oracle_notices_a_missing_token(device: torch.device) -> None:
     with pytest.raises(AssertionError, match="error"):
         check(world, query, out)
     assert attend_exactly(world, 0, query.data.float()).isfinite().all()
-
-
-def test_pools_beyond_32_bit_offsets(device: torch.device) -> None:
-    world = make_world([70], device, k="mxfp8", kv_heads=1, group=1)
-    query = world.queries(1)
-    near = run_decode(world, query)
-    old, layout = world.cache, world.layout
-    pages = (1 << 31) // layout.page_size // layout.k_head_dim + 8
-    last = world.slot_table[world.rows[0], :70]
-    far = (pages - 2) * layout.page_size + torch.arange(70, device=device)
-
-    def moved(
-        side: SideLayout, data: torch.Tensor, scale: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        # Memory that is not touched is not there.
-        big = torch.empty(layout.data_shape(side, pages), dtype=torch.uint8, device=device)
-        big[far] = data[last]
-        scales = torch.empty(layout.scale_shape(side, pages), dtype=torch.uint8, device=device)
-        assert scale is not None
-        offsets = [layout.scale_offsets(side, slots) for slots in (far, last)]
-        scales.view(-1)[offsets[0]] = scale.view(-1)[offsets[1]]
-        return big, scales
-
-    k_data, k_scale = moved(layout.k, old.k_data, old.k_scale)
-    v_data, v_scale = moved(layout.v, old.v_data, old.v_scale)
-    assert k_data.numel() > 1 << 31
-    world.cache = LayerCache(layout, k_data, v_data, k_scale, v_scale)
-    world.slot_table[world.rows[0], :70] = far.to(torch.int32)
-    assert torch.equal(run_decode(world, query), near)

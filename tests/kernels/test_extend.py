@@ -160,6 +160,22 @@ def test_non_finite_token_reaches_only_rows_that_see_it(
     assert torch.equal(chunk.nan_to_num(9.0), out[60:100].nan_to_num(9.0))
 
 
+def test_nothing_but_infinitely_small_logits_gives_nan(device: torch.device) -> None:
+    world = make_world([70], device, group=1)
+    world.cache.k_data[slots_of(world, 0)[:40]] = -3e38
+    query = Query(torch.full((70, 2, 64), 3e38, dtype=world.dtype, device=device))
+    out = run_extend(world, query, [70])
+    assert out[:40].isnan().all()
+
+
+def test_rows_before_the_first_token_are_zero(device: torch.device) -> None:
+    world = make_world([5], device)
+    query = world.queries(8)
+    out = run_extend(world, query, [8])
+    assert not out[:3].any()
+    assert out[3:].isfinite().all()
+
+
 def test_rows_beyond_the_batch_are_left_alone(device: torch.device) -> None:
     world = make_world([20], device)
     query = world.queries(12)

@@ -150,31 +150,6 @@ def test_more_rows_than_a_narrow_grid_holds(device: torch.device) -> None:
     check_store(k, k, torch.arange(1, tokens + 1, device=device), cache)
 
 
-def test_addresses_beyond_32_bits(device: torch.device) -> None:
-    layout = make_layout("mxfp8", "kvfp4", 8, 256, 16, page=128)
-    pages = 2**31 // (128 * 8 * 256) + 2
-    k_data, v_data, k_scale, v_scale = (
-        torch.empty(shape, dtype=torch.uint8, device=device)
-        for shape in (
-            layout.data_shape(layout.k, pages),
-            layout.data_shape(layout.v, pages),
-            layout.scale_shape(layout.k, pages),
-            layout.scale_shape(layout.v, pages),
-        )
-    )
-    cache = LayerCache(layout, k_data, v_data, k_scale, v_scale)
-    slot = pages * 128 - 1
-    assert slot * 8 * 256 > 2**31
-    k, v = torch.randn(1, 8, 256).to(device), torch.randn(1, 8, 16).to(device)
-    store(k, v, torch.tensor([slot]).to(device), cache)
-    want_k, want_v = layout.k.format.quantize(k, None), layout.v.format.quantize(v, None)
-    assert_same_bits(k_data[slot], want_k.data[0], "k data")
-    assert_same_bits(v_data[slot], want_v.data[0], "v data")
-    offsets = layout.scale_offsets(layout.k, torch.tensor([slot]).to(device))
-    assert want_k.scale is not None
-    assert_same_bits(k_scale.view(-1)[offsets[0]], want_k.scale[0], "k scale")
-
-
 def test_slots_beyond_the_cache_are_skipped(device: torch.device) -> None:
     cache = make_cache(make_layout("mxfp8", "bf16", 1, 32), 2, device)
     before = clone_cache(cache)

@@ -181,6 +181,8 @@ def _device_reasons(
     if device == "cpu":
         if not cpu_supported:
             return ["this SGLang version cannot page a CPU cache: use SGLang 0.5.23 or newer"]
+        if getattr(arguments, "enable_deterministic_inference", False):
+            return ["--enable-deterministic-inference needs a GPU: unset it"]
         return []
     if device != "cuda" or torch.version.hip is not None:
         return [f"device {'rocm' if torch.version.hip else device} is not supported: cuda, cpu"]

@@ -1,0 +1,93 @@
+"""What the GPU run makes of its tools' output, without a GPU."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from integration.gpu import fuzz, sanitizer
+from integration.gpu.__main__ import PARTS, _chosen, _some_parts
+from integration.gpu.fuzz import Outcome, cases_of
+
+MEMCHECK = "========= COMPUTE-SANITIZER\n36 kernel calls\n========= ERROR SUMMARY: {} errors"
+RACECHECK = "========= RACECHECK SUMMARY: {} hazards displayed ({} errors, 1 warning)"
+
+
+@pytest.mark.parametrize(
+    ("output", "found"),
+    [
+        (MEMCHECK.format(0), 0),
+        (MEMCHECK.format(12), 12),
+        ("========= ERROR SUMMARY: 1 error", 1),
+        (RACECHECK.format(0, 0), 0),
+        (RACECHECK.format(3, 2), 3),
+        ("========= Error: Device not supported", None),
+        ("", None),
+    ],
+)
+def test_findings_of_a_tool(output: str, found: int | None) -> None:
+    assert sanitizer.findings(output) == found
+
+
+def test_a_missing_tool_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sanitizer, "find", lambda: None)
+    (each,) = sanitizer.run_sanitizer(tmp_path)
+    assert each.status == "fail"
+    assert "not installed" in each.detail
+
+
+@pytest.mark.parametrize(
+    ("said", "status"),
+    [
+        (MEMCHECK.format(0), "pass"),
+        (MEMCHECK.format(2), "fail"),
+        ("========= ERROR SUMMARY: 0 errors", "fail"),  # the program did not come to its end
+        ("Device not supported", "fail"),
+    ],
+)
+def test_a_tool_that_finds_something_or_does_not_run_fails(
+    said: str, status: str, tmp_path: Path
+) -> None:
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(f"#!/bin/sh\ncat <<'END'\n{said}\nEND\n")
+    tool.chmod(0o755)
+    each = sanitizer._check("memcheck", "mxfp8", tool, tmp_path, {})
+    assert each.status == status
+    assert each.name == "sanitizer memcheck"
+
+
+def test_figures_of_fuzzing() -> None:
+    found = {"store": Outcome(3, 4, 5), "decode": Outcome(1, 1, 1, {"decode/7/0/2": "wrong"})}
+    good, bad = cases_of(found, 7)
+    assert (good.name, good.status) == ("fuzz store", "pass")
+    assert "3 cases, 4 requests, 5 faults injected, 0 mismatches; seed 7" in good.detail
+    assert (bad.name, bad.status) == ("fuzz decode", "fail")
+    assert "decode/7/0/2: wrong" in bad.detail
+    (nothing,) = cases_of({"plan": Outcome()}, 0)
+    assert nothing.status == "fail"
+
+
+def test_a_failed_property_is_told_and_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(kernel: str, seed: int, model: int, number: int) -> tuple[int, int]:
+        if (model, number) == (1, 3):
+            raise AssertionError("off by one")
+        return 2, 1
+
+    monkeypatch.setattr(fuzz, "run_case", broken)
+    found = fuzz._work(1, 2, 9, 0.2, ("store",))["store"]
+    assert list(found.mismatches) == ["store/9/1/3"]
+    assert "off by one" in found.mismatches["store/9/1/3"]
+    assert found.requests == 2 * (found.cases - 1)
+
+
+def test_parts_by_name() -> None:
+    assert _some_parts("fuzz,soak") == {"fuzz", "soak"}
+    with pytest.raises(argparse.ArgumentTypeError, match="some of suite, engine"):
+        _some_parts("fuzz,everything")
+    options = argparse.Namespace(
+        parallel=False, skip_suite=False, skip_engine=True, fuzz=5.0, soak=None, sanitizer=True
+    )
+    assert _chosen(options) == {"suite", "fuzz", "sanitizer"}
+    assert _chosen(options) <= set(PARTS)

@@ -1,0 +1,50 @@
+"""A real server under load and faults, for seconds; `gpu.soaks` does it longer, on a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from integration.soak import FOREIGN, IDENTICAL, KINDS, MODEL, Outcome, errors_of, soak
+from integration.tiny_models import write_model
+
+SECONDS, STREAMS = 25, 24
+
+
+def test_nothing_is_lost_and_nothing_is_wrong(tmp_path: Path) -> None:
+    outcome, log = soak(write_model(tmp_path, MODEL), "mxfp8-nvfp4", SECONDS, STREAMS)
+    assert outcome.mismatches == []
+    assert outcome.requests > IDENTICAL + 40
+    assert outcome.tokens > 16 * IDENTICAL
+    # Every kind of fault was there.
+    assert set(outcome.faults) == set(KINDS) - {"whole", "short"} | {"retracted"}
+    assert min(outcome.faults.values()) > 0
+    assert "recipe mxfp8-nvfp4" in log
+
+
+def test_errors_in_a_log_are_seen() -> None:
+    log = "\n".join(
+        [
+            "[t] Prefill batch, #new-seq: 1, 'ValueError' is only a word here",
+            "Traceback (most recent call last):",
+            "  ValueError: inside a frame",
+            f"AttributeError: {FOREIGN}",
+            "ValueError: token_to_kv_pool_allocator memory leak detected! available_size=1",
+            "some.module.OwnError: no",
+            "[t] pool memory leak detected! 3 of 4",
+        ]
+    )
+    found = errors_of(log)
+    assert len(found) == 3
+    assert not [line for line in found if FOREIGN in line]
+
+
+def test_a_summary_names_the_figures() -> None:
+    outcome = Outcome(requests=7, tokens=20, mismatches=["page 0 was written"])
+    outcome.faults["hung up"] = 2
+    first, second = outcome.summary().splitlines()
+    assert "7 requests, 2 faults injected (2 hung up), 20 tokens compared, 1 mismatches" in first
+    assert second == "page 0 was written"
+    figures = json.loads(json.dumps(outcome.figures()))
+    assert figures["faults"] == {"hung up": 2}
+    assert figures["mismatches"] == ["page 0 was written"]
