@@ -29,7 +29,8 @@ PAGES += sorted((ROOT / "integration").rglob("*.md"))
 FOREIGN = {"invalid choice: 'inkling'"}
 # Modules whose messages reach people through the server, and through the commands.
 SERVER = (
-    *("attention/spec.py", "formats/layout.py", "formats/spec.py", "env.py"),
+    *("attention/flashinfer_extend.py", "attention/spec.py", "env.py"),
+    *("formats/layout.py", "formats/spec.py"),
     *(f"engines/sglang/{name}.py" for name in ("backend", "check", "flags", "patches")),
     *(f"engines/sglang/{name}.py" for name in ("pool", "requirements")),
 )
@@ -109,15 +110,15 @@ def test_every_cured_message_exists(text: str) -> None:
     flat += "".join(
         f"unknown {kind}" for kind in re.findall(r'UnknownNameError\(\s*"([^"]+)"', flat)
     )
-    flat += "environment variable INKLING_KERNELS"
+    flat += "environment variable INKLING_"
     flat += "".join(f"needs {name}" for name in extra.LIBRARIES) + "expected ..., got ..."
     found = listed(text) - FOREIGN
     assert len(found) > 10
     assert {message for message in found if message not in flat} == set()
 
 
-def test_metrics_named_in_the_readme_are_shown() -> None:
-    named = set(re.findall(r"`(inkling:\w+)`", README))
+def test_metrics_that_are_named_are_shown() -> None:
+    named = set(re.findall(r"`(inkling:\w+)`", PLUGIN))
     assert named == {metrics.INFO, *metrics.GAUGES}
 
 

@@ -13,10 +13,13 @@ from typing import NamedTuple
 
 import torch
 
+from inkling_backend import env
+from inkling_backend.attention import AttentionSpec
 from inkling_backend.bench.results import gpu
 from inkling_backend.engines.sglang.versions import version_reason
 from inkling_backend.errors import InklingError
-from inkling_backend.formats import RECIPES
+from inkling_backend.formats import RECIPES, get_recipe
+from inkling_backend.formats.layout import CacheLayout
 from inkling_backend.kernels.arch import (
     ASYNC_TILES_CAPABILITY,
     MIN_CAPABILITY,
@@ -133,12 +136,25 @@ def _kernels() -> Iterator[Check]:
     found = "yes" if fast else f"no: capability {_dotted(capability)} has no asynchronous tiles"
     step = "" if fast else f"decode serves instead; {_dotted(ASYNC_TILES_CAPABILITY)} or newer"
     yield Check("decode_fast", fast, False, found, step)
+    yield _prefill(capability)
     yield Check("recipes", True, False, recipes)
 
 
-def _environment() -> Iterator[Check]:
-    from inkling_backend import env
+def _prefill(capability: Capability) -> Check:
+    """What attends in prefill for a model like Llama 3.1 8B, if nothing overrides it."""
+    # Not at the top: it needs Triton.
+    from inkling_backend.attention import flashinfer_extend
 
+    recipe = get_recipe("mxfp8")
+    layout = CacheLayout(recipe.k, recipe.v, 8, 128, 128)
+    spec = AttentionSpec(32, layout, torch.bfloat16, recipe.quantize_query)
+    reasons = flashinfer_extend.reasons_against(spec, 131072, capability)
+    if reasons:
+        return Check("prefill", False, False, "the Triton kernel", "; ".join(reasons))
+    return Check("prefill", True, False, "FlashInfer's FA3, compiled at the first prefill")
+
+
+def _environment() -> Iterator[Check]:
     for name, read in (("INKLING_KERNELS", env.kernels), ("INKLING_EXTEND", env.extend)):
         try:
             chosen = read()

@@ -45,7 +45,7 @@ from inkling_backend.kernels.configs import (
 )
 from inkling_backend.kernels.decode import DecodeCall, decode_case, query_rows
 from inkling_backend.kernels.decode_redo import decode_redo
-from inkling_backend.kernels.launch import early, wait_for_previous
+from inkling_backend.kernels.launch import places_next, wait_for_previous
 from inkling_backend.kernels.plan import load_record
 from inkling_backend.kernels.tile import fold, normalizer, soft_cap, to_dtype
 
@@ -374,7 +374,7 @@ def decode_fast(call: DecodeCall) -> None:
         _words(layout.v, call.cache.v_data, config.block_n),
         **call.constants(),
         **_constants(config),
-        **early(call.out.device, call.batch),
+        EARLY=places_next(call.out.device, call.batch),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

@@ -22,18 +22,16 @@ from inkling_backend.kernels.decode import DecodeCall
 from inkling_backend.kernels.launch import early, wait_for_previous
 from inkling_backend.kernels.tile import finite_or_nan, fold, normalizer, to_dtype
 
-# Splits whose loads are issued together, by columns: enough to hide their latency.
+# Parts whose loads are issued together, by columns: enough to hide their latency.
 _FEW_COLUMNS, _AT_ONCE, _AT_ONCE_WIDE = 32, 32, 16
-# Splits whose chunks are folded side by side.
-_SPLITS = 8
 
 
 @triton.jit
-def _add(acc, total, s_acc, s_total, s_top, base, COLUMNS: tl.constexpr):
-    """(acc ``[D]``, total) with one split more; an empty one changes no bit."""
-    weight = tl.math.exp2(s_top - base)
-    acc = tl.fma(s_acc, tl.broadcast_to(weight, [COLUMNS]), acc)
-    return acc, tl.fma(s_total, weight, total)
+def _load_part(partial_ptr, top_ptr, total_ptr, row, live, i_d, m_d, DV: tl.constexpr):
+    """(top, total, acc ``[D]``) of one part; an empty one where it is not ``live``."""
+    acc = tl.load(partial_ptr + row * DV + i_d, mask=m_d & live, other=0.0)
+    top = tl.load(top_ptr + row, mask=live, other=float("-inf"))
+    return top, tl.load(total_ptr + row, mask=live, other=0.0), acc
 
 
 @triton.jit
@@ -54,7 +52,6 @@ def _merge_kernel(
     COLUMNS: tl.constexpr,
     SPLIT_CHUNKS: tl.constexpr,
     AT_ONCE: tl.constexpr,
-    SPLITS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     wait_for_previous(EARLY)
@@ -87,36 +84,30 @@ def _merge_kernel(
             for begin in range(0, parts, AT_ONCE):
                 for i in tl.static_range(AT_ONCE):
                     part = begin + i
-                    live = part < parts
-                    at = row + part * Q_HEADS
-                    s_top = tl.load(top_ptr + at, mask=live, other=float("-inf"))
-                    s_total = tl.load(total_ptr + at, mask=live, other=0.0)
-                    s_acc = tl.load(partial_ptr + at * DV + i_d, mask=m_d & live, other=0.0)
-                    acc, total = _add(acc, total, s_acc, s_total, s_top, base, COLUMNS)
+                    s_top, s_total, s_acc = _load_part(
+                        *(partial_ptr, top_ptr, total_ptr, row + part * Q_HEADS, part < parts),
+                        *(i_d, m_d, DV),
+                    )
+                    weight = tl.math.exp2(s_top - base)
+                    total = tl.fma(s_total, weight, total)
+                    acc = tl.fma(s_acc, tl.broadcast_to(weight, [COLUMNS]), acc)
         else:
-            i_s = tl.arange(0, SPLITS)
-            for begin in range(0, parts, SPLITS * SPLIT_CHUNKS):
-                # Some splits side by side, their chunks one after the other.
-                tops = tl.full([SPLITS], float("-inf"), tl.float32)
-                totals = tl.zeros([SPLITS], tl.float32)
-                accs = tl.zeros([SPLITS, COLUMNS], tl.float32)
-                for j in tl.static_range(SPLIT_CHUNKS):
-                    part = begin + i_s * SPLIT_CHUNKS + j
-                    live = part < parts
-                    at = row + part * Q_HEADS
-                    c_top = tl.load(top_ptr + at, mask=live, other=float("-inf"))
-                    c_total = tl.load(total_ptr + at, mask=live, other=0.0)
-                    p_acc = partial_ptr + (at * DV)[:, None] + i_d[None, :]
-                    c_acc = tl.load(p_acc, mask=live[:, None] & m_d[None, :], other=0.0)
-                    tops, totals, w, w_chunk = fold(tops, totals, c_top, c_total)
-                    w = tl.broadcast_to(w[:, None], [SPLITS, COLUMNS])
-                    accs = tl.fma(accs, w, c_acc * w_chunk[:, None])
-                for i in tl.static_range(SPLITS):
-                    mine = i_s == i
-                    s_top = tl.max(tl.where(mine, tops, float("-inf")), 0)
-                    s_total = tl.sum(tl.where(mine, totals, 0.0), 0)
-                    s_acc = tl.sum(tl.where(mine[:, None], accs, 0.0), 0)
-                    acc, total = _add(acc, total, s_acc, s_total, s_top, base, COLUMNS)
+            for begin in range(0, parts, AT_ONCE):
+                for i in tl.static_range(0, AT_ONCE, SPLIT_CHUNKS):
+                    s_top = float("-inf")
+                    s_total = 0.0
+                    s_acc = tl.zeros([COLUMNS], tl.float32)
+                    for j in tl.static_range(SPLIT_CHUNKS):
+                        part = begin + i + j
+                        c_top, c_total, c_acc = _load_part(
+                            *(partial_ptr, top_ptr, total_ptr, row + part * Q_HEADS, part < parts),
+                            *(i_d, m_d, DV),
+                        )
+                        s_top, s_total, w, w_chunk = fold(s_top, s_total, c_top, c_total)
+                        s_acc = tl.fma(s_acc, tl.broadcast_to(w, [COLUMNS]), c_acc * w_chunk)
+                    weight = tl.math.exp2(s_top - base)
+                    total = tl.fma(s_total, weight, total)
+                    acc = tl.fma(s_acc, tl.broadcast_to(weight, [COLUMNS]), acc)
         p_out = out_ptr + (request.to(tl.int64) * Q_HEADS + head) * DV + i_d
         norm = normalizer(v_global, base, total, sinks_ptr, head % (Q_HEADS // Q_LEN))
         out = tl.where(parts == 0, 0.0, finite_or_nan(acc) * norm)
@@ -132,7 +123,6 @@ def _constants(q_heads: int, q_len: int, head_dim: int, heads: int, columns: int
         "COLUMNS": columns,
         "SPLIT_CHUNKS": SPLIT_CHUNKS,
         "AT_ONCE": _AT_ONCE if columns <= _FEW_COLUMNS else _AT_ONCE_WIDE,
-        "SPLITS": _SPLITS,
     }
 
 

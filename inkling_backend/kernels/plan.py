@@ -88,16 +88,25 @@ def _count(
 
 
 @triton.jit
-def _chunks_are_quicker(splits, chunks, RULE: tl.constexpr):
-    """Whether a batch takes less time, about, with chunks as work items. Changes no bit.
+def _cost(items, tokens, RULE: tl.constexpr):
+    """What so many work items of so many tokens cost, in tokens that a busy GPU reads meanwhile.
 
-    Programs take rounds of one item each. An item costs its tokens and some more to begin and end.
+    Programs take rounds of one item each. An item costs something to begin and end. In a last round
+    that does not fill the GPU each program is quicker, by a third at most. Measured on an H200.
     """
-    ITEM_COST: tl.constexpr = 48  # tokens that an H200 reads meanwhile: 3 us
-    coarse = tl.cdiv(splits * RULE.heads, RULE.programs) * (RULE.min_tokens + ITEM_COST)
+    ITEM_COST: tl.constexpr = 96
+    rounds = items * RULE.heads // RULE.programs
+    rest = items * RULE.heads % RULE.programs
+    last = tokens * tl.maximum(rest, RULE.programs * 2 // 3) // RULE.programs + ITEM_COST
+    return rounds * (tokens + ITEM_COST) + tl.where(rest > 0, last, 0)
+
+
+@triton.jit
+def _chunks_are_quicker(splits, chunks, RULE: tl.constexpr):
+    """Whether a batch takes less time, about, with chunks as work items. Changes no bit."""
+    coarse = _cost(splits, RULE.min_tokens, RULE)
     # What chunks leave to the merge is a sixteenth more bytes.
-    cost = RULE.step + RULE.step // 16 + ITEM_COST
-    fine = tl.cdiv(chunks * RULE.heads, RULE.programs) * cost
+    fine = _cost(chunks, RULE.step + RULE.step // 16, RULE)
     return (chunks <= RULE.most_chunks) & (fine < coarse)
 
 

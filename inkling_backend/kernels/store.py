@@ -23,7 +23,6 @@ from inkling_backend.kernels.arch import (
     Capability,
     capability_of,
     converts_to_fp8,
-    places_early,
 )
 from inkling_backend.kernels.checks import (
     FLOAT_DTYPES,
@@ -34,7 +33,6 @@ from inkling_backend.kernels.checks import (
 from inkling_backend.kernels.codec import to_float32
 from inkling_backend.kernels.compile_case import CompileCase
 from inkling_backend.kernels.encode import encode, store_rows
-from inkling_backend.kernels.launch import early, wait_for_previous
 from inkling_backend.kernels.side import Side
 
 # The one format of quantized queries.
@@ -121,10 +119,8 @@ def store_kernel(
     Q: tl.constexpr,
     BLOCK_T: tl.constexpr,
     HARDWARE: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """See the module. K, V: a `Side`. Q: that of a dense cache of query heads, or None."""
-    wait_for_previous(EARLY)
     HEADS: tl.constexpr = 2 * K.heads + (Q.heads if Q is not None else 0)
     i_h = tl.program_id(0) % HEADS
     first = (tl.program_id(0) // HEADS).to(tl.int64) * BLOCK_T
@@ -268,7 +264,6 @@ def store(
         q_stride_t=source.stride(0),
         q_stride_h=source.stride(1),
         **constants,
-        **early(device, num_tokens),
     )
     return query
 
@@ -318,7 +313,6 @@ def _compile_case(layout: CacheLayout, few_tokens: bool, oldest: Capability) -> 
     quantize_q = names[0] == QUERY_FORMAT.name
     constants = _constants(layout, 32 if quantize_q else 0, few_tokens, oldest)
     options = {name: constants[name] for name in constants if name != "num_warps"}
-    options["EARLY"] = places_early(oldest)
     signature = {f"{x}_ptr": "*bf16" for x in ("k", "v", "q")} | {"slots_ptr": "*i64"}
     for x, side in (("k", layout.k), ("v", layout.v)):
         quantized = side.format.block > 0

@@ -149,9 +149,9 @@ _STEP: dict[str, tuple[float, float, float, tuple[str, ...]]] = {
     "plan": (78, 49, 26, ("plan", "once a step: page tables", "and work items")),
     "decode": (
         *(78, 31, 26),
-        ("decode_fast", "+ decode_redo (or decode)", "one query token a request"),
+        ("decode_fast", "+ decode_redo (or decode)", "few query tokens a request"),
     ),
-    "extend": (78, 13, 26, ("extend", "many query tokens", "a request, causal")),
+    "extend": (78, 13, 26, ("extend", "many query tokens", "(Hopper: stage, then FA3)")),
     "merge": (112, 31, 18, ("merge", "adds the splits in", "order of position")),
     "out": (135, 22, 13, ("out", "of the layer")),
 }
@@ -161,7 +161,7 @@ _HEIGHT = 11
 
 def step_names() -> set[str]:
     """Kernel modules that the picture of a step names."""
-    return {_STEP[name][3][0] for name in _KERNELS} | {"decode_redo"}
+    return {_STEP[name][3][0] for name in _KERNELS} | {"decode_redo", "stage"}
 
 
 def step() -> Figure:
@@ -205,7 +205,7 @@ def step() -> Figure:
         axis,
         2,
         57,
-        "blue: a kernel; orange: memory. Dequantized values exist in registers only.",
+        "blue: a kernel; orange: memory. Decode dequantizes in registers.",
         8,
     )
     sizes = ", ".join(f"{layout_of(name).bytes_per_token} in {name}" for name in CHOICE)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from inkling_backend.attention import flashinfer_extend
 from inkling_backend.cli import doctor
 from inkling_backend.cli.app import app
 
@@ -61,11 +62,14 @@ def faults() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-def test_all_is_well(columns: int, machine: dict[str, str]) -> None:
+def test_all_is_well(
+    columns: int, machine: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flashinfer_extend, "reasons_against", lambda *arguments: [])
     assert faults() == {}
     status, output = run(columns=columns)
     assert status == 0
-    for words in ("decode_fast", "NVIDIA H200", "580.1", "This machine can serve"):
+    for words in ("decode_fast", "H200", "580.1", "FA3", "This machine can serve"):
         assert words in output
     assert max(map(len, output.splitlines())) <= columns
     assert "…" not in output
@@ -116,6 +120,8 @@ def test_an_ampere_gpu(machine: dict[str, str], monkeypatch: pytest.MonkeyPatch)
     checks = {check["name"]: check for check in json.loads(run("--json")[1])["checks"]}
     assert not checks["decode_fast"]["ok"]
     assert "decode serves instead; 9.0" in checks["decode_fast"]["next_step"]
+    assert (checks["prefill"]["ok"], checks["prefill"]["found"]) == (False, "the Triton kernel")
+    assert "FA3 runs on Hopper" in checks["prefill"]["next_step"]
 
 
 def test_an_old_gpu(machine: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +162,11 @@ def test_a_wrong_environment_variable(
 ) -> None:
     monkeypatch.setenv(name, "cuda")
     assert faults() == {name: "unset it"}
-    monkeypatch.delenv(name)
+
+
+def test_plain_torch_goes_without_graphs(
+    machine: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("INKLING_KERNELS", "reference")
     assert faults() == {}
     assert "--disable-cuda-graph" in run()[1]

@@ -174,8 +174,10 @@ def _chunks_are_quicker(lens: list[int], rule: SplitRule) -> bool:
     if chunks > rule.most_chunks:
         return False
 
-    def rounds(items: int) -> int:
-        return -(-items * rule.heads // rule.programs)
+    def cost(items: int, tokens: int) -> int:
+        rounds, rest = divmod(items * rule.heads, rule.programs)
+        last = tokens * max(rest, rule.programs * 2 // 3) // rule.programs + 96
+        return rounds * (tokens + 96) + (last if rest else 0)
 
-    coarse = rounds(sum(map(rule.splits, lens))) * (rule.min_tokens + 48)
-    return rounds(chunks) * (rule.step + rule.step // 16 + 48) < coarse
+    coarse = cost(sum(map(rule.splits, lens)), rule.min_tokens)
+    return cost(chunks, rule.step + rule.step // 16) < coarse

@@ -110,9 +110,9 @@ def test_a_small_batch_has_chunks_as_work_items(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("programs", "chunked"),
     [
-        (1 << 20, True),  # one round of 184 beside one of 1072
-        (64, True),  # two of 184 beside one of 1072
-        (16, False),  # eight of 184 beside one of 1072
+        (1 << 20, True),  # a round of 136 + 96 beside one of 1024 + 96, neither of them full
+        (64, True),  # two of 136 + 96 beside one, not full, of 682 + 96
+        (16, False),  # eight of 136 + 96 beside one of 1024 + 96
         (1, False),
     ],
 )
