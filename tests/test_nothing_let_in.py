@@ -30,7 +30,7 @@ FORBIDDEN_CALLS = {
 
 
 # What else writes a file: pictures, and the configuration of a model in a temporary folder.
-WRITERS = {"accuracy/plot.py", "bench/plot.py", "bench/engine.py"}
+WRITERS = {"figures.py", "bench/engine.py"}
 
 
 def dotted(node: ast.expr) -> str:

@@ -26,7 +26,7 @@ from inkling_backend.kernels.arguments import (
     examples,
     layer_arguments,
 )
-from inkling_backend.kernels.codec import load_query, load_rows
+from inkling_backend.kernels.codec import load_query, load_rows, to_float32
 from inkling_backend.kernels.compile_case import CompileCase
 from inkling_backend.kernels.configs import (
     KernelConfig,
@@ -35,7 +35,9 @@ from inkling_backend.kernels.configs import (
 )
 from inkling_backend.kernels.plan import WorkList, load_record
 from inkling_backend.kernels.tile import (
+    finite,
     finite_or_nan,
+    mark_seen,
     normalizer,
     raw_logits,
     soft_cap,
@@ -168,6 +170,17 @@ def query_rows(
 
 
 @triton.jit
+def _seen(pos, live, token, newest, oldest, Q_LEN: tl.constexpr):
+    """Whether rows see a tile's tokens, ``[M, N]``, or ``[1, N]`` where all rows see the same."""
+    seen = live[None, :]
+    if Q_LEN > 1:
+        seen = seen & (pos[None, :] - token[:, None] <= newest)
+        if oldest is not None:
+            seen = seen & (pos[None, :] - token[:, None] >= oldest)
+    return seen
+
+
+@triton.jit
 def attend_split(
     q,
     k_ptr,
@@ -206,6 +219,7 @@ def attend_split(
     acc = tl.zeros([BLOCK_M, V_PAD], dtype=tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+    dirty = tl.zeros([BLOCK_N], dtype=tl.int32)
     step_log2 = scale_log2
     if softcap_log2 is not None:
         step_log2 = 1.0
@@ -219,14 +233,23 @@ def attend_split(
         logits = raw_logits(q, k)
         if softcap_log2 is not None:
             logits = soft_cap(logits, scale_log2 / softcap_log2, softcap_log2)
-        seen = live[None, :]
-        if Q_LEN > 1:
-            seen = seen & (pos[None, :] - token[:, None] <= newest)
-            if oldest is not None:
-                seen = seen & (pos[None, :] - token[:, None] >= oldest)
+        seen = _seen(pos, live, token, newest, oldest, Q_LEN)
         logits = tl.where(seen, logits, float("-inf"))
         v = load_rows(v_ptr, v_scale_ptr, slot, head, live, V)  # [N, DV]
+        if Q_LEN > 1:
+            # As in extend: a NaN must not reach the query tokens before it.
+            bad = ~finite(to_float32(v))
+            dirty = tl.maximum(dirty, tl.max(bad.to(tl.int32), 1))
+            v = tl.where(bad, 0.0, v)
         acc, row_max, row_sum = softmax_step(logits, v, acc, row_max, row_sum, step_log2)
+    if Q_LEN > 1:  # noqa: SIM102 - this is decided when compiling
+        if tl.max(dirty, 0) > 0:
+            for tile in range(start, end, BLOCK_N):
+                pos, slot, live = tile_slots(table_ptr, tile, end, K.page, BLOCK_N)
+                if oldest is not None:
+                    live = live & (pos >= oldest)
+                v = load_rows(v_ptr, v_scale_ptr, slot, head, live, V)  # [N, DV]
+                acc = mark_seen(acc, _seen(pos, live, token, newest, oldest, Q_LEN), v)
     # A sum that is a product alone, as in `tile.soft_cap`.
     return acc, tl.fma(row_max, step_log2, 0.0), row_sum
 

@@ -26,13 +26,13 @@ from inkling_backend.kernels.arguments import (
     examples,
     layer_arguments,
 )
-from inkling_backend.kernels.codec import load_query, load_rows, to_bf16, to_float32
+from inkling_backend.kernels.codec import load_query, load_rows, to_float32
 from inkling_backend.kernels.compile_case import CompileCase
 from inkling_backend.kernels.configs import KernelConfig, extend_config
 from inkling_backend.kernels.tile import (
-    dot,
     finite,
     finite_or_nan,
+    mark_seen,
     normalizer,
     raw_logits,
     soft_cap,
@@ -166,10 +166,7 @@ def _extend_kernel(
         for tile in range(begin if window is not None else whole, end, BLOCK_N):
             pos_k, slot, live = tile_slots(table_ptr, tile, end, K.page, BLOCK_N)
             v = load_rows(v_ptr, v_scale_ptr, slot, head, live, V)  # [N, DV]
-            seen = to_bf16(tl.where(_sees(pos_k, first, last), 1.0, 0.0))
-            bad = to_bf16(tl.where(finite(to_float32(v)), 0.0, 1.0))
-            hits = dot(seen, bad, tl.zeros([BLOCK_M, V_PAD], dtype=tl.float32))
-            acc = tl.where(hits > 0.0, float("nan"), acc)
+            acc = mark_seen(acc, _sees(pos_k, first, last), v)
     # And an Inf that a row saw in a whole tile ends like that, too.
     acc = finite_or_nan(acc)
     # A sum that is a product alone, as in `tile.soft_cap`.

@@ -151,6 +151,15 @@ def finite_or_nan(x):
 
 
 @triton.jit
+def mark_seen(acc, seen, v):
+    """NaN into acc ``[M, DV]`` where a row sees (``[M, N]``) a non-finite v ``[N, DV]``."""
+    hit = to_bf16(tl.where(seen, 1.0, 0.0))
+    bad = to_bf16(tl.where(finite(to_float32(v)), 0.0, 1.0))
+    hits = dot(hit, bad, tl.zeros([acc.shape[0], acc.shape[1]], dtype=tl.float32))
+    return tl.where(hits > 0.0, float("nan"), acc)
+
+
+@triton.jit
 def normalizer(v_global, top, total, sinks_ptr, q_head):
     """What a sum of rows of V is multiplied with, once for each request and query head.
 

@@ -118,15 +118,17 @@ def _attended(call: DecodeCall, kernel: Callable[[DecodeCall], None]) -> torch.T
 def check_decode(rng: random.Random, model: Model, limits: Limits, device: torch.device) -> Tally:
     """Every decode kernel that takes the model: values, and what must not change them."""
     lens = [draw.draw_length(rng, limits.tokens) for _ in range(rng.randint(1, limits.batch))]
+    q_len = rng.choice((1, 1, 1, 2, 4))  # more than one as speculation verifies them
+    lens = [max(n, q_len) if q_len > 1 else n for n in lens]
     tally = Tally(requests=len(lens))
     world = draw.draw_world(rng, model, lens, device, tally)
     layer = draw.draw_layer(rng, model, max(lens), device)
-    query = draw.draw_query(rng, model, len(lens), device, tally)
+    query = draw.draw_query(rng, model, len(lens) * q_len, device, tally)
     kernels: list[Callable[[DecodeCall], None]] = [decode]
     if config_for(model.layout, model.group, 1, model.dtype, capability_of(device)):
         kernels.append(decode_fast)
     for kernel in kernels:
-        _check_decode_kernel(rng, model, world, query, layer, kernel, tally)
+        _check_decode_kernel(rng, model, world, query, layer, kernel, q_len, tally)
     return tally
 
 
@@ -137,31 +139,33 @@ def _check_decode_kernel(
     query: Query,
     layer: LayerAttention,
     kernel: Callable[[DecodeCall], None],
+    q_len: int,
     tally: Tally,
 ) -> None:
     lens = world.lens
-    everyone = list(range(len(lens)))
+    everyone, q_lens = list(range(len(lens))), [q_len] * len(lens)
     exact = kernel is decode
     rule = draw.draw_rule(rng, model.chunked or not exact, len(lens))
 
     def run(order: list[int] = everyone) -> torch.Tensor:
-        return _attended(make_call(world, query, order, rule, layer), kernel)
+        return _attended(make_call(world, query, order, rule, layer, q_len), kernel)
 
     out = run()
-    _compare_rows(world, query, [1] * len(lens), out, layer)
+    _compare_rows(world, query, q_lens, out, layer)
     # Batch invariance, as far as the batch is one that the buffers hold.
     if sum(-(-n // rule.min_tokens) for n in lens) <= rule.most_items:
         some = [b for b in everyone if rng.random() < 0.6]
         rng.shuffle(some)
         if some:
-            assert_same_bits(run(some), out[some], "another batch")
+            rows = [b * q_len + i for b in some for i in range(q_len)]
+            assert_same_bits(run(some), out[rows], "another batch")
     tally.faults += draw.refill_dead(world, rng.choice(draw.GARBAGE))
     again = run()
     # `decode_fast` may leave a split to the exact arithmetic for what it met in dead slots.
     if exact:
         assert_same_bits(again, out, "other garbage")
-    _compare_rows(world, query, [1] * len(lens), again, layer)
-    _check_containment(rng, world, again, run, [1] * len(lens), tally)
+    _compare_rows(world, query, q_lens, again, layer)
+    _check_containment(rng, world, again, run, q_lens, tally)
 
 
 def check_extend(rng: random.Random, model: Model, limits: Limits, device: torch.device) -> Tally:

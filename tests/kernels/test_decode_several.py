@@ -115,3 +115,19 @@ def test_padding_gives_zeros(device: torch.device) -> None:
     out = run_decode(world, world.queries(2 * Q_LEN), q_len=Q_LEN)
     assert not out[:Q_LEN].any()
     assert out[Q_LEN:].isfinite().all()
+
+
+@pytest.mark.parametrize("length", [40, CHUNK_TOKENS + 2, 1030])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_finite_reaches_no_token_before_it(
+    bad: float, length: int, device: torch.device
+) -> None:
+    world = make_world([length], device, group=2, kv_heads=2, max_context=2048)
+    query = world.queries(Q_LEN)
+    clean = run_decode(world, query, q_len=Q_LEN)
+    world.cache.v_data[slots_of(world, 0)[-2], 1, 5] = bad
+    out = run_decode(world, query, q_len=Q_LEN)
+    assert out[2:, 2:, 5].isnan().all()
+    assert torch.equal(out[:, :2], clean[:, :2])
+    for rows in (out[:2], out[2:, 2:, :5], out[2:, 2:, 6:]):
+        assert rows.isfinite().all()
