@@ -1,4 +1,4 @@
-"""FlashInfer's FA3 prefill with a softmax of our own, compiled at its first use.
+"""FlashInfer's FA3 prefill with a softmax of our own, compiled once.
 
 FlashInfer compiles an attention variant into its kernel. Ours differs from the one it ships with in
 what serving from a block-scaled cache needs:

@@ -15,7 +15,8 @@ import importlib.util
 import math
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -132,6 +133,10 @@ def serves(layer: LayerAttention) -> bool:
     return layer.causal and layer.sinks is None
 
 
+def _kind_of(layer: LayerAttention) -> Kind:
+    return Kind(layer.window, layer.softcap is not None)
+
+
 def staging_shape(spec: AttentionSpec, max_batch: int, max_context: int) -> tuple[int, int]:
     """(KV heads, tokens) that the copies hold: about `STAGING_BYTES`, and at least one head of the
     longest request; never more than all heads of a full batch."""
@@ -234,6 +239,28 @@ class FlashInferExtend:
         """Device bytes held; a call takes the dequantized queries of its batch beside them."""
         return sum(t.nbytes for t in vars(self).values() if isinstance(t, torch.Tensor))
 
+    def prepare(self, layers: Iterable[LayerAttention]) -> None:
+        """Compiles what these layers need, side by side, so that no request waits for it.
+
+        Raises:
+            UnsupportedError: a kernel cannot be compiled here.
+        """
+        kinds = map(_kind_of, filter(serves, layers))
+        builds = list({(kind.window is None, kind.capped): kind for kind in kinds}.values())
+        dims = self._k.shape[-1], self._v.shape[-1]
+        with ThreadPoolExecutor(max(1, len(builds))) as pool:
+            made = [
+                pool.submit(fa3.make_wrapper, *dims, kind, self._plan_buffer[0]) for kind in builds
+            ]
+            for future in made:
+                try:
+                    future.result()
+                except Exception as error:  # whatever a compiler or its absence raises
+                    said = " ".join(str(error).split())[-300:]
+                    reason = f"FA3 could not be compiled ({type(error).__name__}: ...{said})"
+                    remedy = "mend the CUDA toolkit, or set INKLING_EXTEND=triton"
+                    raise UnsupportedError("this machine", [f"{reason}: {remedy}"]) from error
+
     def plan(self, q_lens: Sequence[int], kv_lens: Sequence[int]) -> tuple[Round, ...]:
         """Cuts a batch; the rows of its requests in the buffer are on the device when it runs."""
         kv_lens = [min(length, self._max_context) for length in kv_lens]
@@ -260,8 +287,8 @@ class FlashInferExtend:
         if not plan.rounds:
             return
         q = self._dense(query, plan.rounds[-1].q_last)
-        scale_log2, window, softcap_log2, _sinks = layer_arguments(layer)
-        kind = Kind(window, softcap_log2 is not None)
+        scale_log2, _window, softcap_log2, _sinks = layer_arguments(layer)
+        kind = _kind_of(layer)
         marks = self._marks[: plan.batch]
         marks.zero_()
         for index, part in enumerate(plan.rounds):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -24,6 +24,9 @@ class ReferencePath:
     def __init__(self, spec: AttentionSpec, max_context: int) -> None:
         self._page = spec.layout.page_size
         self._max_context = max_context
+
+    def prepare(self, layers: Iterable[LayerAttention]) -> None:
+        """Nothing is compiled."""
 
     def plan_decode(
         self,

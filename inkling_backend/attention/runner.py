@@ -9,7 +9,7 @@ device when the graph replays.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol, overload
 
 import torch
@@ -34,6 +34,8 @@ class _Path(Protocol):
 
     @property
     def workspace_bytes(self) -> int: ...
+
+    def prepare(self, layers: Iterable[LayerAttention]) -> None: ...
 
     def plan_decode(
         self,
@@ -140,6 +142,17 @@ class AttentionRunner:
             raise UnsupportedError("INKLING_EXTEND=flashinfer", [reason])
         else:
             self._path = ReferencePath(spec, self.max_context)
+
+    def prepare(self, layers: Iterable[LayerAttention]) -> None:
+        """Compiles now what takes minutes and would else be compiled when `run` first needs it.
+
+        Args:
+            layers: what the model's layers ask for; sinks do not matter.
+
+        Raises:
+            UnsupportedError: something cannot be compiled on this machine.
+        """
+        self._path.prepare(layers)
 
     @property
     def kernels(self) -> str:

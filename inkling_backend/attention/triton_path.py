@@ -5,7 +5,7 @@ Imported only where it is used: importing it needs Triton.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -109,6 +109,10 @@ class TritonPath:
         self._flashinfer: FlashInferExtend | None = None
         if flashinfer:
             self._flashinfer = FlashInferExtend(spec, max_batch, max_context, device)
+
+    def prepare(self, layers: Iterable[LayerAttention]) -> None:
+        if self._flashinfer is not None:
+            self._flashinfer.prepare(layers)
 
     @property
     def kernels(self) -> str:

@@ -190,6 +190,32 @@ def feed(monkeypatch: pytest.MonkeyPatch) -> Feed:
     return Feed(monkeypatch)
 
 
+@on_cpu
+def test_everything_is_compiled_before_the_first_request(feed: Feed, device: torch.device) -> None:
+    runner = feed.runner(make_world(LENS, device, k_dim=128, max_context=MAX_CONTEXT))
+    sinks = LayerAttention(0.2, softcap=1.0, sinks=torch.zeros(4))
+    runner.prepare([*LAYERS[:2], replace(LAYERS[1], window=7), PLAIN, sinks])
+    assert {(w.kind.window is None, w.kind.capped) for w in feed.wrappers} == {
+        (True, False),
+        (False, False),
+    }
+    assert len(feed.wrappers) == 2
+
+
+@on_cpu
+def test_a_compiler_that_fails(
+    feed: Feed, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("Ninja build failed.\nnvcc fatal: Unsupported gpu architecture")
+
+    runner = feed.runner(make_world(LENS, device, k_dim=128, max_context=MAX_CONTEXT))
+    monkeypatch.setattr(fa3, "make_wrapper", fail)
+    with pytest.raises(UnsupportedError, match=r"Unsupported gpu architecture.*INKLING_EXTEND=tri"):
+        runner.prepare([PLAIN])
+    runner.prepare([])
+
+
 def plan_of(world: World, runner: AttentionRunner, q_lens: list[int] = Q_LENS):  # type: ignore[no-untyped-def]
     indptr = torch.tensor([0, *q_lens]).cumsum(0).to(world.device)
     return runner.plan_extend(

@@ -73,6 +73,8 @@ class InklingAttnBackend(AttentionBackend):
             max_tokens=pool.size,
             device=self.device,
         )
+        # Not when the first request comes: the engine ends a server that computes for too long.
+        self.runner.prepare(map(layer_attention, layers))
         self._layers: dict[int, LayerCache] = {}
         self._attention: dict[Any, LayerAttention] = {}
         self._plan: Any = None
