@@ -16,10 +16,12 @@ from tests.kernels.test_decode import SPLITS, check, kernel, run_decode  # noqa:
 from tests.kernels.test_decode_features import FEATURES, PAIRS, make_layer
 
 Q_LEN = 4
+# The fast kernel takes both; in the interpreter the larger tells nothing more.
+DIMS = [64, 128] if torch.cuda.is_available() else [64]
 
 
 @pytest.mark.parametrize(("k", "v"), PAIRS)
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", DIMS)
 def test_every_format(k: str, v: str, dim: int, device: torch.device) -> None:
     world = make_world([4, 90, 200], device, k=k, v=v, k_dim=dim)
     query = world.queries(3 * Q_LEN, quantized=k == "mxfp8")
@@ -54,7 +56,7 @@ def test_features(feature: str, device: torch.device) -> None:
         check(world, query, out, PLAIN, q_len=Q_LEN)
 
 
-@pytest.mark.parametrize("window", [0, 1, 2, 3, 31, 63, 64, 65, 127, 128, 255, 256, 300])
+@pytest.mark.parametrize("window", [0, 1, 3, 63, 64, 127, 300])
 def test_window_edges(window: int, device: torch.device) -> None:
     world = make_world([256, 257, 259, 320, 322], device, kv_heads=1, group=1, page=64)
     query = world.queries(5 * Q_LEN)
