@@ -69,7 +69,7 @@ $(MODEL)/config.json: | env
 
 lock: env
 	{ head -2 requirements/lock.txt; \
-	  $(PY) -m pip freeze --exclude-editable; } > requirements/lock.txt.new
+	  $(PY) -m pip freeze --all --exclude pip --exclude-editable; } > requirements/lock.txt.new
 	mv requirements/lock.txt.new requirements/lock.txt
 	$(PY) requirements/hashes.py requirements/lock.txt > requirements/hashes.txt.new
 	mv requirements/hashes.txt.new requirements/hashes.txt
