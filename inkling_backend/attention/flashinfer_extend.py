@@ -34,7 +34,6 @@ from inkling_backend.formats.layer_attention import LayerAttention
 from inkling_backend.formats.layout import LayerCache
 from inkling_backend.kernels.arch import Capability, runs_fa3
 from inkling_backend.kernels.arguments import layer_arguments
-from inkling_backend.kernels.extend import extend
 from inkling_backend.kernels.stage import dequantize_query, stage
 
 # Bytes that the copies take, about: 64k tokens with 8 heads of 128. One head of the longest request
@@ -282,10 +281,13 @@ class FlashInferExtend:
         cache: LayerCache,
         out: torch.Tensor,
         layer: LayerAttention,
-    ) -> None:
-        """Attention of one layer that `serves` takes; arguments as of `AttentionRunner.run`."""
-        if not plan.rounds:
-            return
+    ) -> torch.Tensor:
+        """Attention of one layer that `serves` takes; arguments as of `AttentionRunner.run`.
+
+        Returns:
+            ``[B, kv heads]`` int32, not 0 where the Triton kernel must attend again (`stage`).
+        """
+        assert plan.rounds, "the runner does not run a batch without query rows"
         q = self._dense(query, plan.rounds[-1].q_last)
         scale_log2, _window, softcap_log2, _sinks = layer_arguments(layer)
         kind = _kind_of(layer)
@@ -315,18 +317,7 @@ class FlashInferExtend:
                     *(cache.k_global, cache.v_global, scale_log2, softcap_log2 or 0.0),
                     out=out[rows, q_heads],
                 )
-        extend(
-            query,
-            cache,
-            page_table=plan.page_table,
-            seq_lens=plan.seq_lens,
-            qo_indptr=plan.qo_indptr,
-            batch=plan.batch,
-            max_q_len=plan.max_q_len,
-            out=out,
-            layer=layer,
-            marks=marks,
-        )
+        return marks
 
     @staticmethod
     def _dense(query: Query, rows: int) -> torch.Tensor:

@@ -204,9 +204,9 @@ class TritonPath:
         layer: LayerAttention,
     ) -> None:
         if isinstance(plan, ExtendPlan):
+            marks = None
             if self._flashinfer is not None and serves(layer):
-                self._flashinfer.run(plan, query, cache, out, layer)
-                return
+                marks = self._flashinfer.run(plan, query, cache, out, layer)
             extend(
                 query,
                 cache,
@@ -217,6 +217,7 @@ class TritonPath:
                 max_q_len=plan.max_q_len,
                 out=out,
                 layer=layer,
+                marks=marks,
             )
             return
         assert plan.work is not None

@@ -122,14 +122,12 @@ def _zeros(W: tl.constexpr, M: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _count_failure(failures_ptr, acc, total):
-    """Whether no sum is Inf or NaN; counts the others."""
+def _all_finite(acc, total):
+    """Whether no sum is Inf or NaN."""
     check = total * 0.0
     for i in tl.static_range(len(acc)):
         check += tl.sum(acc[i] * 0.0, 0)
-    finite = tl.sum(check, 0) == 0.0
-    tl.atomic_add(failures_ptr, 1, mask=finite == 0, sem="relaxed")
-    return finite
+    return tl.sum(check, 0) == 0.0
 
 
 @triton.jit
@@ -316,7 +314,8 @@ def _decode_fast_kernel(
         # A last chunk that is not whole; after a whole one this changes nothing.
         top, total, acc = _fold(split_top, split_total, split_acc, top, total, acc)
 
-        finite = _count_failure(failures_ptr, acc, total)
+        finite = _all_finite(acc, total)
+        tl.atomic_add(failures_ptr, 1, mask=finite == 0, sem="relaxed")
         part = work.to(tl.int64) * ROWS + head * GROUP + offset  # [M]
         tl.store(total_ptr + part, tl.where(finite, total, float("nan")), mask=m_m)
         if whole:

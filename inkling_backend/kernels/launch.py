@@ -15,8 +15,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from inkling_backend.kernels.arch import capability_of, places_early
 
-# Tokens of a batch up to which it pays.
-_MOST_TOKENS = 8
+# Requests of a batch up to which it pays.
+_MOST_REQUESTS = 8
 
 
 @triton.jit
@@ -30,21 +30,21 @@ def wait_for_previous(EARLY: tl.constexpr):
         gdc_wait()
 
 
-def places_next(device: torch.device, tokens: int) -> bool:
+def places_next(device: torch.device, requests: int) -> bool:
     """The constexpr ``EARLY`` of a kernel whose successor is launched `early`.
 
     Args:
-        tokens: query tokens of the batch.
+        requests: of the batch.
     """
     capability = capability_of(device)
-    return tokens <= _MOST_TOKENS and capability is not None and places_early(capability)
+    return requests <= _MOST_REQUESTS and capability is not None and places_early(capability)
 
 
-def early(device: torch.device, tokens: int) -> dict[str, Any]:
+def early(device: torch.device, requests: int) -> dict[str, Any]:
     """``EARLY`` and the launch option of a kernel that is placed before its predecessor ends.
 
     Not for a persistent grid: where others still run, its programs would not be spread evenly.
     """
-    if not places_next(device, tokens):
+    if not places_next(device, requests):
         return {"EARLY": False}
     return {"EARLY": True, "launch_pdl": True}

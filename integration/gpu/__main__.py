@@ -90,7 +90,7 @@ def main() -> int:
         print(f"[{time.monotonic() - start:4.0f} s] model in {model}", flush=True)
         engines = run_engines(model, logs)  # starts them, beside the suite
     if "suite" in chosen:
-        parts.append(run_suite(ROOT, logs))
+        parts.append(run_suite(logs))
     parts.append(engines)
     if "parallel" in chosen:
         parts.append(run_parallel(logs))

@@ -12,7 +12,6 @@ import argparse
 import os
 import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -22,8 +21,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from inkling_backend.formats import RECIPES
+from integration.gpu.logged import run_logged
 from integration.gpu.report import Case, case
-from integration.launch import ROOT, has_gpu
+from integration.launch import has_gpu
 
 TOOLS = ("memcheck", "racecheck", "initcheck")
 WORKERS = 8
@@ -57,28 +57,6 @@ def findings(output: str) -> int | None:
     return sum(int(next(filter(None, groups))) for groups in summaries)
 
 
-def _run(command: list[str], log: Path, env: dict[str, str]) -> tuple[int, str]:
-    try:
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            timeout=RUN_SECONDS,
-            check=False,
-        )
-        status, output = done.returncode, done.stdout
-    except subprocess.TimeoutExpired as error:
-        said = error.stdout or b""
-        output = said.decode(errors="replace") if isinstance(said, bytes) else said
-        status, output = 124, f"{output}\nstopped after {RUN_SECONDS} s"
-    log.write_text(output)
-    return status, output
-
-
 def _target(recipe: str) -> list[str]:
     return [sys.executable, "-m", "integration.gpu.sanitized", "--recipe", recipe]
 
@@ -89,7 +67,8 @@ def _check(tool: str, recipe: str, program: Path, logs: Path, env: dict[str, str
     env = env | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     flags = ["--tool", tool, "--error-exitcode", str(ERROR_STATUS), "--print-limit", "20"]
     log = logs / f"sanitizer-{tool}-{recipe}.log"
-    status, output = _run([str(program), *flags, *_target(recipe)], log, env)
+    command = [str(program), *flags, *_target(recipe)]
+    status, output = run_logged(command, log, env, RUN_SECONDS)
     found = findings(output)
     calls = re.search(r"(\d+) kernel calls", output)
     seconds = f"[{time.monotonic() - start:.0f} s]"
@@ -117,7 +96,9 @@ def run_sanitizer(logs: Path, tools: tuple[str, ...] = TOOLS) -> Iterator[Case]:
             zip(
                 RECIPES,
                 pool.map(
-                    lambda recipe: _run(_target(recipe), logs / f"sanitized-{recipe}.log", env),
+                    lambda recipe: run_logged(
+                        _target(recipe), logs / f"sanitized-{recipe}.log", env, RUN_SECONDS
+                    ),
                     RECIPES,
                 ),
                 strict=True,

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+from integration.gpu.logged import run_logged
 from integration.gpu.report import Case, case
+from integration.launch import ROOT
 
 WORKERS = 6
 FILE_SECONDS = 300
@@ -19,42 +20,27 @@ FILE_SECONDS = 300
 LEFT_OUT = ("test_package.py", "test_compile.py")
 
 
-def run_suite(root: Path, logs: Path) -> Iterator[Case]:
+def run_suite(logs: Path) -> Iterator[Case]:
     """One case for each test file, as they finish."""
-    files = sorted(path for path in (root / "tests").rglob("test_*.py"))
+    files = sorted(path for path in (ROOT / "tests").rglob("test_*.py"))
     with ThreadPoolExecutor(WORKERS) as pool:
         running = [
-            pool.submit(_run_file, root, path, logs) for path in files if path.name not in LEFT_OUT
+            pool.submit(_run_file, path, logs) for path in files if path.name not in LEFT_OUT
         ]
         for done in as_completed(running):
             yield done.result()
 
 
-def _run_file(root: Path, path: Path, logs: Path) -> Case:
-    name = str(path.relative_to(root))
+def _run_file(path: Path, logs: Path) -> Case:
+    name = str(path.relative_to(ROOT))
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     env["OMP_NUM_THREADS"] = "2"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", name]
     start = time.monotonic()
-    try:
-        done = subprocess.run(
-            command,
-            cwd=root,
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=FILE_SECONDS,
-            check=False,
-        )
-        passed, output = done.returncode == 0, done.stdout
-    except subprocess.TimeoutExpired as error:
-        passed = False
-        output = (error.stdout or b"").decode(errors="replace") if error.stdout else ""
-        output += f"\nstopped after {FILE_SECONDS} s"
-    (logs / (name.replace("/", "-") + ".log")).write_text(output)
+    log = logs / (name.replace("/", "-") + ".log")
+    status, output = run_logged(command, log, env, FILE_SECONDS)
     lines = [line for line in output.splitlines() if line.strip()]
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
     closing = lines[-1] if lines else "no output"
     detail = "\n".join([closing, *failed[:10]])
-    return case(name, "all", passed, f"{detail} [{time.monotonic() - start:.0f} s]")
+    return case(name, "all", status == 0, f"{detail} [{time.monotonic() - start:.0f} s]")

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from inkling_backend.attention import AttentionRunner, LayerAttention, fa3, flashinfer_extend
+from inkling_backend.attention import LayerAttention, fa3, flashinfer_extend
 from inkling_backend.attention.flashinfer_extend import reasons_against
-from inkling_backend.attention.spec import AttentionSpec
 from inkling_backend.formats import Query
 from inkling_backend.kernels.arch import capability_of
 from tests.attention.test_flashinfer_extend import (
@@ -24,6 +23,7 @@ from tests.attention.test_flashinfer_extend import (
     check_poisoned,
     plan_of,
     poison,
+    runner_of,
     spec,
 )
 from tests.attention.world import PLAIN, World, make_world
@@ -64,22 +64,10 @@ def long_world(device: torch.device, k: str, v: str, dims: tuple[int, int], **mo
     )
 
 
-def gpu_runner(world: World, quantize_query: bool = False) -> AttentionRunner:
-    spec = AttentionSpec(world.num_q_heads, world.layout, world.dtype, quantize_query)
-    return AttentionRunner(
-        spec,
-        max_batch=8,
-        max_context=world.max_context,
-        max_tokens=1 << 20,
-        device=world.device,
-        extend="flashinfer",
-    )
-
-
 def check_long(world: World, layers: tuple[LayerAttention, ...], scale: float = 1.0) -> None:
     """FA3's output of some layers against the reference."""
     quantized = world.layout.k_format.name == world.layout.v_format.name == "mxfp8"
-    runner = gpu_runner(world, quantized)
+    runner = runner_of(world, quantize_query=quantized)
     query = world.queries(LONG_ROWS, quantized=quantized, scale=scale)
     plan = plan_of(world, runner, LONG_Q)
     for layer in layers:
@@ -115,7 +103,7 @@ def test_fa3_hides_tokens_whatever_the_scale(scale: float, device: torch.device)
 
 def test_fa3_keeps_what_is_not_finite_where_it_is(device: torch.device) -> None:
     world = make_world(LENS, device, k_dim=128)
-    runner, query = gpu_runner(world), world.queries(ROWS)
+    runner, query = runner_of(world), world.queries(ROWS)
 
     def run() -> torch.Tensor:
         plan = plan_of(world, runner)
@@ -141,7 +129,7 @@ def test_a_row_has_the_same_bits_in_every_chunk(
         max_context=16384,
     )
     quantized = k == v == "mxfp8"
-    runner = gpu_runner(world, quantized)
+    runner = runner_of(world, quantize_query=quantized)
     query = world.queries(length, quantized=quantized)
 
     def rows(first: int, last: int, company: int = 0) -> torch.Tensor:

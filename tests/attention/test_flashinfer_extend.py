@@ -157,6 +157,20 @@ def test_flashinfer_offers_what_is_used() -> None:
     )
 
 
+def runner_of(
+    world: World, choice: Extend = "flashinfer", *, quantize_query: bool = False
+) -> AttentionRunner:
+    spec = AttentionSpec(world.num_q_heads, world.layout, world.dtype, quantize_query)
+    return AttentionRunner(
+        spec,
+        max_batch=8,
+        max_context=world.max_context,
+        max_tokens=1 << 20,
+        device=world.device,
+        extend=choice,
+    )
+
+
 class Feed:
     """A runner whose FA3 is a stand-in."""
 
@@ -171,15 +185,7 @@ class Feed:
         return self.wrappers[-1]
 
     def runner(self, world: World, choice: Extend = "flashinfer") -> AttentionRunner:
-        spec = AttentionSpec(world.num_q_heads, world.layout, world.dtype, quantize_query=False)
-        return AttentionRunner(
-            spec,
-            max_batch=8,
-            max_context=world.max_context,
-            max_tokens=1 << 20,
-            device=world.device,
-            extend=choice,
-        )
+        return runner_of(world, choice)
 
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in runs on the CPU")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.fuzz.draw import GPU, INTERPRETER, draw_model
 from tests.fuzz.properties import PROPERTIES
 
-EXAMPLES = {"store": 50, "plan": 30, "decode": 24, "extend": 24}
+EXAMPLES = {"store": 60, "plan": 30, "decode": 40, "extend": 40}
 
 
 @pytest.mark.parametrize("name", PROPERTIES)
