@@ -66,7 +66,7 @@ class InklingAttnBackend(AttentionBackend):
                 num_q_heads=num_q_heads,
                 layout=self.layout,
                 dtype=model_runner.dtype,
-                quantize_query=flags.quantizes_query(self.recipe.quantize_query),
+                quantize_query=flags.quantizes_query,
             ),
             max_batch=rows,
             max_context=max_context,
