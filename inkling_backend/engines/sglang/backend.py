@@ -233,8 +233,7 @@ class InklingAttnBackend(AttentionBackend):
             )
         layout, cache = self.layout, self._layer(layer.layer_id)
         q = q.view(-1, layer.tp_q_head_num, layout.k_head_dim).to(self.runner.spec.dtype)
-        if not self.runner.spec.quantize_query:
-            # Rows of a fused QKV projection are strided; a quantized query is dense anyway.
+        if not Query(q).has_dense_rows:
             q = q.contiguous()
         if save_kv_cache and k is not None and v is not None:
             query = self.runner.store(
