@@ -17,10 +17,8 @@ import time
 from pathlib import Path
 
 from integration.launch import RECIPES, has_gpu, options
-from integration.model import prepare
+from integration.model import QUESTION, prepare
 from integration.server import Server
-
-QUESTION = "What is the capital of France?"
 
 
 def answer(model: Path, recipe: str, question: str) -> None:

