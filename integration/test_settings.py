@@ -4,13 +4,65 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from integration.engine import RealEngine
-from integration.launch import options
+import pytest
 
-QUESTION = "What is the capital of France?"
+from integration.engine import EngineFailed, RealEngine
+from integration.launch import options
+from integration.model import QUESTION
+from integration.probe import Probe
+from integration.tiny_models import GEMMA2, GRANITE_SWA, write_model
+
+# About 270 tokens: whole pages of it stay in the prefix cache.
+LONG = (
+    "The river rises in the hills north of the town and flows south through three lakes before "
+    "it meets the sea. "
+) * 12 + "In winter the lakes"
+FIXED = "centers of K are fixed from now on"
 
 
 def test_queries_in_mxfp8(model: Path) -> None:
     with RealEngine(options(model, "mxfp8", inkling_query_dtype="mxfp8")) as engine:
         assert "queries in mxfp8" in engine.log
         assert "Paris" in engine.ask(QUESTION)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_keys_are_centered_and_rotated(model: Path, recipe: str, tmp_path: Path) -> None:
+    probe = Probe(tmp_path)
+    chosen = options(model, recipe, inkling_key_transform="center+rotate")
+    with RealEngine(chosen, env=probe.env) as engine:
+        assert "keys under center+rotate" in engine.log
+        prompt = engine.encode(LONG)
+        few = engine.encode("The capital of Italy is")
+        (before,) = engine.tokens([few], 6)
+        assert FIXED not in engine.log, "a few tokens fix no center"
+        params = {"max_new_tokens": 12, "ignore_eos": True}
+        (miss,) = engine.generate(input_ids=[prompt], sampling_params=params)
+        assert engine.log.count(FIXED) == 1
+        (hit,) = engine.generate(input_ids=[prompt], sampling_params=params)
+        assert miss["meta_info"]["cached_tokens"] == 0
+        assert hit["meta_info"]["cached_tokens"] >= 256
+        assert hit["output_ids"] == miss["output_ids"]
+        # Exact with and without centers: the model says the same.
+        assert engine.tokens([few], 6) == [before]
+        assert "Paris" in engine.ask(QUESTION)
+        engine.call("flush_cache")
+        (again,) = engine.generate(input_ids=[prompt], sampling_params=params)
+        assert again["output_ids"] == miss["output_ids"]
+        assert engine.log.count(FIXED) == 1, "centers are fixed for the pool's life"
+        assert probe.padding_is_untouched
+    pool = probe.pool
+    slots = pool["tokens"] + pool["page_size"]
+    centers = 30 * 3 * 64 * 4
+    beyond = pool["nbytes"] - slots * pool["bytes_per_token"] - centers
+    assert 0 <= beyond <= 16 * 1024
+
+
+@pytest.mark.parametrize("config", [GEMMA2, GRANITE_SWA], ids=["soft-cap", "sinks"])
+def test_centers_are_refused_where_the_shift_shows(
+    config: dict[str, object], tmp_path: Path
+) -> None:
+    model = write_model(tmp_path, config)
+    chosen = options(model, skip_tokenizer_init=True, inkling_key_transform="center")
+    with pytest.raises(EngineFailed, match="a center of the keys"):
+        RealEngine(chosen)

@@ -20,12 +20,15 @@ ALLOWED: dict[str, set[str]] = {
     "figures": set(),
     "env": {"errors"},
     "formats": {"errors", "env"},
-    "reference": {"errors", "env", "formats"},
+    "reference": {"errors", "env", "formats", "transforms"},
     "kernels": {"errors", "env", "formats"},
     "cache": {"errors", "env", "formats", "reference", "kernels"},
     "attention": {"errors", "env", "formats", "reference", "kernels", "cache"},
     "compat": {"errors", "env", "formats", "reference", "kernels"},
-    "engines": {"errors", "env", "formats", "reference", "kernels", "cache", "attention"},
+    "engines": {
+        *("errors", "env", "formats", "reference", "kernels", "cache", "attention"),
+        "transforms",
+    },
     "__init__": {"errors", "formats", "compat"},
     "bench": {
         *("errors", "env", "formats", "reference", "kernels", "cache", "attention"),

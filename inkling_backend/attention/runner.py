@@ -24,6 +24,7 @@ from inkling_backend.formats.layer_attention import LayerAttention
 from inkling_backend.formats.layout import LayerCache
 from inkling_backend.kernels.arch import capability_of
 from inkling_backend.kernels.configs import MAX_GROUP
+from inkling_backend.reference.store import make_query
 
 
 class _Path(Protocol):
@@ -256,6 +257,10 @@ class AttentionRunner:
             q: ``[T, query heads, Dk]`` or None.
         """
         return self._path.store(cache, k, v, slots, q, quantize_query=self.spec.quantize_query)
+
+    def query(self, cache: LayerCache, q: torch.Tensor) -> Query:
+        """Q ``[T, query heads, Dk]`` as `run` wants it, where K and V are in the pages already."""
+        return make_query(q, cache, quantize_q=self.spec.quantize_query)
 
     def run(
         self,

@@ -50,6 +50,9 @@ class KVCachePool:
         k_global, v_global: ``[num_layers]`` float32 on the device, 1.0 at first, or None for a
             format without a global scale. Kernels read them when they run, so that a change in
             place is seen by captured graphs too.
+        k_center: ``[num_layers, kv heads, k_head_dim]`` float32 on the device, zero at first, that
+            keys are stored without; None without centering. Pages are valid under the center that
+            they were stored with alone: it may change only while none is in use.
     """
 
     def __init__(
@@ -59,10 +62,14 @@ class KVCachePool:
         num_pages: int,
         device: torch.device | str,
         allocate: Allocate = torch.zeros,
+        *,
+        centers: bool = False,
+        rotates: bool = False,
     ) -> None:
         """Allocates every buffer.
 
         Args:
+            centers, rotates: the key transform of every layer (`inkling_backend.transforms`).
             allocate: called like `torch.zeros`; must give zeroed memory (a byte of 0xFF is a NaN).
         """
         self.layout = layout
@@ -89,6 +96,10 @@ class KVCachePool:
 
         self.k_global = global_scales(layout.k)
         self.v_global = global_scales(layout.v)
+        self.k_center = None
+        if centers:
+            shape = (num_layers, layout.num_kv_heads, layout.k_head_dim)
+            self.k_center = allocate(shape, dtype=torch.float32, device=device)
         self._layers = [
             LayerCache(
                 layout,
@@ -98,6 +109,8 @@ class KVCachePool:
                 scale(layout.v),
                 None if self.k_global is None else self.k_global[i : i + 1],
                 None if self.v_global is None else self.v_global[i : i + 1],
+                None if self.k_center is None else self.k_center[i],
+                rotates,
             )
             for i in range(num_layers)
         ]
@@ -115,11 +128,12 @@ class KVCachePool:
     def nbytes(self) -> int:
         """Bytes of every buffer.
 
-        That is ``layout.bytes_per_token * num_layers * num_slots``, and four bytes per layer for
-        each side whose format has a global scale.
+        That is ``layout.bytes_per_token * num_layers * num_slots``, four bytes per layer for
+        each side whose format has a global scale, and the centers.
         """
-        scales = [s.nbytes for s in (self.k_global, self.v_global) if s is not None]
-        return sum(buffer.tensor.nbytes for buffer in self.buffers()) + sum(scales)
+        fixed = [self.k_global, self.v_global, self.k_center]
+        small = sum(tensor.nbytes for tensor in fixed if tensor is not None)
+        return sum(buffer.tensor.nbytes for buffer in self.buffers()) + small
 
     def buffers(self) -> list[Buffer]:
         """Every buffer that grows with the pool: what a transfer of pages must take along."""

@@ -114,6 +114,11 @@ class CacheLayout:
         """What the same token takes in a BF16 cache: the yardstick of every gain."""
         return self.num_kv_heads * 2 * (self.k_head_dim + self.v_head_dim)
 
+    @property
+    def center_bytes(self) -> int:
+        """Bytes of one layer's center of the keys, float32, where there is one."""
+        return self.num_kv_heads * self.k_head_dim * 4
+
     def data_shape(self, side: SideLayout, num_pages: int) -> tuple[int, int, int]:
         """Shape of a data buffer: (slots, kv heads, items of a row)."""
         return num_pages * self.page_size, self.num_kv_heads, side.row_items
@@ -148,6 +153,10 @@ class LayerCache:
     k_data, v_data:     ``layout.data_shape`` of K, V.
     k_scale, v_scale:   ``layout.scale_shape`` uint8, or None for a format without scales.
     k_global, v_global: ``[1]`` float32 on the device, or None for a format without a global scale.
+    k_center:           ``[kv heads, k_head_dim]`` float32 taken from every stored key, or None.
+    rotates:            whether stored keys, and queries that meet them, are rotated.
+
+    The last two are the key transform (`inkling_backend.transforms`); V has none.
     """
 
     layout: CacheLayout
@@ -157,6 +166,8 @@ class LayerCache:
     v_scale: torch.Tensor | None = None
     k_global: torch.Tensor | None = None
     v_global: torch.Tensor | None = None
+    k_center: torch.Tensor | None = None
+    rotates: bool = False
 
     def __post_init__(self) -> None:
         layout = self.layout
@@ -167,6 +178,8 @@ class LayerCache:
                 self._check(f"{name}_scale", layout.scale_shape(side, num_pages), torch.uint8)
             if side.format.has_global_scale:
                 self._check(f"{name}_global", (1,), torch.float32)
+        if self.k_center is not None:
+            self._check("k_center", (layout.num_kv_heads, layout.k_head_dim), torch.float32)
 
     def _check(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         tensor = getattr(self, name)

@@ -1,4 +1,4 @@
-"""Fused store: one launch quantizes Q, K and V and scatters K and V into pages.
+"""Fused store: one launch transforms and quantizes Q, K and V and scatters K and V into pages.
 
 A program takes BLOCK_T tokens of one head of K, of V or of Q. Heads are the fast index of the grid,
 first those of K, then those of V, then those of Q: neighbours read and write neighbouring memory.
@@ -34,6 +34,8 @@ from inkling_backend.kernels.codec import to_float32
 from inkling_backend.kernels.compile_case import CompileCase
 from inkling_backend.kernels.encode import encode, store_rows
 from inkling_backend.kernels.side import Side
+from inkling_backend.kernels.tile import to_dtype
+from inkling_backend.kernels.transform import transform
 
 # The one format of quantized queries.
 QUERY_FORMAT = get_format("mxfp8")
@@ -75,17 +77,20 @@ def _store_side(
     data_ptr,
     scale_ptr,
     global_ptr,
+    center_ptr,
     first,
     head,
     m_t,
     SIDE: tl.constexpr,
     HARDWARE: tl.constexpr,
+    ROTATES: tl.constexpr,
 ):
     """Quantize one head of K or V and write it into its slots."""
     p_slot = slots_ptr + first + tl.arange(0, m_t.shape[0])
     slot = tl.load(p_slot, mask=m_t).to(tl.int64)  # [BLOCK_T]
     # Reading does not wait for the slots.
     x = _load_tile(x_ptr, first, head, stride_t, stride_h, m_t, SIDE)
+    x = transform(x, center_ptr, head, SIDE, ROTATES)
     m_t = m_t & (slot > 0) & (slot < num_slots)
     global_scale = tl.load(global_ptr) if SIDE.fmt == "nvfp4" else 1.0
     data, scale = encode(x, global_scale, SIDE, HARDWARE)
@@ -104,6 +109,7 @@ def store_kernel(
     v_scale_ptr,
     k_global_ptr,
     v_global_ptr,
+    k_center_ptr,
     q_data_ptr,
     q_scale_ptr,
     num_tokens,
@@ -119,6 +125,7 @@ def store_kernel(
     Q: tl.constexpr,
     BLOCK_T: tl.constexpr,
     HARDWARE: tl.constexpr,
+    ROTATES: tl.constexpr,
 ):
     """See the module. K, V: a `Side`. Q: that of a dense cache of query heads, or None."""
     HEADS: tl.constexpr = 2 * K.heads + (Q.heads if Q is not None else 0)
@@ -135,11 +142,13 @@ def store_kernel(
             k_data_ptr,
             k_scale_ptr,
             k_global_ptr,
+            k_center_ptr,
             first,
             i_h,
             m_t,
             K,
             HARDWARE,
+            ROTATES,
         )
     elif i_h < 2 * K.heads:
         _store_side(
@@ -151,31 +160,44 @@ def store_kernel(
             v_data_ptr,
             v_scale_ptr,
             v_global_ptr,
+            None,
             first,
             i_h - K.heads,
             m_t,
             V,
             HARDWARE,
+            False,
         )
     else:
         if Q is not None:
             head = i_h - 2 * K.heads
             x = _load_tile(q_ptr, first, head, q_stride_t, q_stride_h, m_t, Q)
-            data, scale = encode(x, 1.0, Q, HARDWARE)
+            x = transform(x, None, head, Q, ROTATES)
+            if Q.block > 0:
+                data, scale = encode(x, 1.0, Q, HARDWARE)
+            else:
+                scale = None
+                data = to_dtype(x, q_data_ptr.dtype.element_ty)
+                data = tl.reshape(data, (x.shape[0], x.shape[1], x.shape[2] * 8))
             i_t = first + tl.arange(0, BLOCK_T)
             store_rows(q_data_ptr, q_scale_ptr, i_t, head, m_t, data, scale, Q)
 
 
 @lru_cache(maxsize=64)
 def _constants(
-    layout: CacheLayout, num_q_heads: int, few_tokens: bool, capability: Capability | None
+    layout: CacheLayout,
+    num_q_heads: int,
+    quantize_q: bool,
+    rotates: bool,
+    few_tokens: bool,
+    capability: Capability | None,
 ) -> dict[str, Any]:
-    """Constexprs and launch options."""
+    """Constexprs and launch options; no query heads if Q is not written."""
     k = Side.of(layout, layout.k)
     # Dense rows are pages of one token: the slot is the token.
     q = k._replace(
-        fmt=QUERY_FORMAT.name,
-        block=QUERY_FORMAT.block,
+        fmt=QUERY_FORMAT.name if quantize_q else "",
+        block=QUERY_FORMAT.block if quantize_q else 0,
         heads=num_q_heads,
         page=1,
         s_lo=0,
@@ -187,6 +209,7 @@ def _constants(
         "V": Side.of(layout, layout.v),
         "Q": q if num_q_heads else None,
         "HARDWARE": capability is not None and converts_to_fp8(capability),
+        "ROTATES": rotates,
         **(_FEW_TOKENS if few_tokens else _MANY_TOKENS),
     }
 
@@ -211,8 +234,9 @@ def store(
             distinct otherwise.
         cache: the layer's buffers.
         q: ``[T, query heads, Dk]`` like k, or None.
-        quantize_q: give Q back in MXFP8 (same launch) instead of as it is.
-        q_out: where the quantized Q goes, contiguous; allocated if None.
+        quantize_q: give Q back in MXFP8 (same launch) instead of as it is. Where the cache rotates
+            keys, Q is rotated too (same launch), and written in q's dtype or in MXFP8.
+        q_out: where the quantized or rotated Q goes, contiguous; allocated if None.
 
     Returns:
         The query, or None if q is None.
@@ -232,14 +256,16 @@ def store(
     if q is not None:
         _check_rows("q", q, (num_tokens, None, layout.k_head_dim), device)
         query = Query(q)
-        if quantize_q:
+        if quantize_q or cache.rotates:
             num_q_heads = q.shape[1]
-            query = _query_buffers(q, q_out)
+            query = _query_buffers(q, q_out, quantize_q)
     if num_tokens == 0:
         return query
 
-    constants = _constants(layout, num_q_heads, num_tokens <= _FEW, capability_of(device))
-    quantized = query if num_q_heads and query is not None else Query(k)
+    constants = _constants(
+        layout, num_q_heads, quantize_q, cache.rotates, num_tokens <= _FEW, capability_of(device)
+    )
+    written = query if num_q_heads and query is not None else Query(k)
     source = q if num_q_heads and q is not None else k
     grid = (triton.cdiv(num_tokens, constants["BLOCK_T"]) * (2 * heads + num_q_heads),)
     store_kernel[grid](
@@ -253,8 +279,9 @@ def store(
         v_scale_ptr=cache.v_scale,
         k_global_ptr=cache.k_global,
         v_global_ptr=cache.v_global,
-        q_data_ptr=quantized.data,
-        q_scale_ptr=quantized.scale,
+        k_center_ptr=cache.k_center,
+        q_data_ptr=written.data,
+        q_scale_ptr=written.scale,
         num_tokens=num_tokens,
         num_slots=cache.k_data.shape[0],
         k_stride_t=k.stride(0),
@@ -274,8 +301,14 @@ def _check_rows(
     check_tensor(name, rows, shape=shape, dtype=FLOAT_DTYPES, device=device, rows_contiguous=True)
 
 
-def _query_buffers(q: torch.Tensor, q_out: Query | None) -> Query:
-    """Buffers for the quantized rows of q."""
+def _query_buffers(q: torch.Tensor, q_out: Query | None, quantize: bool) -> Query:
+    """Buffers for the quantized or rotated rows of q."""
+    if not quantize:
+        data = torch.empty(q.shape, dtype=q.dtype, device=q.device) if q_out is None else q_out.data
+        check_tensor(
+            "q_out.data", data, shape=q.shape, dtype=q.dtype, device=q.device, contiguous=True
+        )
+        return Query(data)
     reasons = QUERY_FORMAT.reasons_against(q.shape[-1], "head_dim")
     if reasons:
         raise InvalidTensorError("q", "last size", "that can be quantized", "; ".join(reasons))
@@ -302,16 +335,27 @@ def compile_cases() -> list[CompileCase]:
         (128, False, FP8_CAPABILITY),
     )
     return [
-        _compile_case(CacheLayout(get_format(k), get_format(v), 8, head_dim, head_dim), few, oldest)
+        _compile_case(
+            CacheLayout(get_format(k), get_format(v), 8, head_dim, head_dim),
+            few,
+            oldest,
+            transforms,
+        )
         for k, v in pairs
         for head_dim, few, oldest in shapes
+        for transforms in (False, True)
+        if not transforms or k not in ("kvfp4", "bf16")
     ]
 
 
-def _compile_case(layout: CacheLayout, few_tokens: bool, oldest: Capability) -> CompileCase:
+def _compile_case(
+    layout: CacheLayout, few_tokens: bool, oldest: Capability, transforms: bool
+) -> CompileCase:
+    """``transforms``: K centered and rotated, Q rotated, and in BF16 if V is not in MXFP8."""
     names = layout.k.format.name, layout.v.format.name
-    quantize_q = names[0] == QUERY_FORMAT.name
-    constants = _constants(layout, 32 if quantize_q else 0, few_tokens, oldest)
+    quantize_q = names[0] == QUERY_FORMAT.name and not (transforms and names[1] != names[0])
+    q_heads = 32 if quantize_q or transforms else 0
+    constants = _constants(layout, q_heads, quantize_q, transforms, few_tokens, oldest)
     options = {name: constants[name] for name in constants if name != "num_warps"}
     signature = {f"{x}_ptr": "*bf16" for x in ("k", "v", "q")} | {"slots_ptr": "*i64"}
     for x, side in (("k", layout.k), ("v", layout.v)):
@@ -319,6 +363,7 @@ def _compile_case(layout: CacheLayout, few_tokens: bool, oldest: Capability) -> 
         signature[f"{x}_data_ptr"] = "*u8" if quantized else "*bf16"
         signature[f"{x}_scale_ptr"] = "*u8" if quantized else "constexpr"
         signature[f"{x}_global_ptr"] = "*fp32" if side.format.has_global_scale else "constexpr"
+    signature["k_center_ptr"] = "*fp32" if transforms else "constexpr"
     signature["q_data_ptr"] = "*u8" if quantize_q else "*bf16"
     signature["q_scale_ptr"] = "*u8" if quantize_q else "constexpr"
     signature |= {"num_tokens": "i32", "num_slots": "i64"}
@@ -326,8 +371,10 @@ def _compile_case(layout: CacheLayout, few_tokens: bool, oldest: Capability) -> 
     for name, kind in signature.items():
         if kind == "constexpr":
             options[name] = None
+    tokens = "few" if few_tokens else "many"
+    transformed = "-transformed" if transforms else ""
     return CompileCase(
-        name=f"store-{names[0]}-{names[1]}-d{layout.k_head_dim}-{'few' if few_tokens else 'many'}",
+        name=f"store-{names[0]}-{names[1]}-d{layout.k_head_dim}-{tokens}{transformed}",
         kernel=store_kernel,
         signature=signature,
         constexprs=options,

@@ -1,4 +1,4 @@
-"""Quantize K and V rows (and Q) and scatter them into pages, in plain torch."""
+"""Transform and quantize K and V rows (and Q) and scatter them into pages, in plain torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from inkling_backend.errors import InvalidTensorError
 from inkling_backend.formats.layout import LayerCache
 from inkling_backend.formats.query import Query
 from inkling_backend.reference.pages import Index, scale_index, scale_view, side_buffers
+from inkling_backend.transforms.key import KeyTransform
 
 
 def store(
@@ -28,7 +29,7 @@ def store(
             be distinct otherwise.
         cache: the layer's buffers.
         q: ``[T, query heads, Dk]`` or None.
-        quantize_q: give Q back in MXFP8 instead of as it is.
+        quantize_q: give Q back in MXFP8 instead of as it is (`make_query`).
 
     Returns:
         The query, or None if q is None.
@@ -38,7 +39,9 @@ def store(
     """
     layout = cache.layout
     _check_inputs(k, v, slots, q, cache)
+    transform = KeyTransform(cache.k_center, cache.rotates)
     if k.shape[0]:
+        k = k if transform.is_identity else transform.key(k)
         keep = (slots > 0)[:, None, None]
         targets = slots.clamp(min=0).long()
         index = scale_index(layout, targets)
@@ -46,7 +49,14 @@ def store(
             _scatter(rows, keep, targets, index, cache, side)
     if q is None:
         return None
-    return Query.quantize(q) if quantize_q else Query(q)
+    return make_query(q, cache, quantize_q=quantize_q)
+
+
+def make_query(q: torch.Tensor, cache: LayerCache, *, quantize_q: bool) -> Query:
+    """Q ``[T, query heads, Dk]`` as attention over this cache reads it: rotated if its keys are,
+    in MXFP8 or in q's dtype."""
+    rows = KeyTransform(rotates=cache.rotates).query(q) if cache.rotates else q
+    return Query.quantize(rows) if quantize_q else Query(rows.to(q.dtype))
 
 
 def _scatter(

@@ -14,13 +14,15 @@ from __future__ import annotations
 import torch
 
 from inkling_backend.errors import InvalidTensorError
-from inkling_backend.formats.elements import is_finite
+
+_LARGEST = 2.0**64
 
 
 def center_of(keys: torch.Tensor) -> torch.Tensor:
     """Mean of keys ``[T, kv heads, D]`` over tokens: float32 ``[kv heads, D]``.
 
-    A key with a NaN or an infinity is left out: it must not stay in the center for good.
+    A key with a NaN, an infinity or something above 2**64 is left out: it must not stay in the
+    center for good.
 
     Raises:
         InvalidTensorError: keys has another shape.
@@ -28,7 +30,7 @@ def center_of(keys: torch.Tensor) -> torch.Tensor:
     if keys.ndim != 3:
         raise InvalidTensorError("keys", "shape", "[T, kv heads, D]", tuple(keys.shape))
     rows = keys.float()
-    counts = is_finite(rows).all(-1, keepdim=True)
+    counts = (rows.abs() < _LARGEST).all(-1, keepdim=True)
     total = torch.where(counts, rows, 0.0).sum(0)
     return total / counts.sum(0).clamp(min=1)
 

@@ -52,6 +52,21 @@ def test_bytes_are_what_the_layout_says(k: str, v: str) -> None:
         assert buffer.tensor.is_contiguous()
 
 
+def test_centers_are_counted_and_start_at_zero() -> None:
+    plain = make_pool("mxfp8", "nvfp4")
+    pool = KVCachePool(plain.layout, 3, 4, "cpu", centers=True, rotates=True)
+    assert plain.k_center is None
+    assert pool.k_center is not None
+    assert pool.nbytes == plain.nbytes + 3 * 2 * 64 * 4
+    assert not pool.k_center.any()
+    assert pool.layer(2).rotates
+    assert not plain.layer(2).rotates
+    center = pool.layer(2).k_center
+    assert center is not None
+    center.fill_(7.0)
+    assert pool.k_center[2].eq(7.0).all()
+
+
 def test_buffers_are_named_by_layer_and_part() -> None:
     names = [buffer.name for buffer in make_pool("mxfp8", "bf16").buffers()]
     assert names == [

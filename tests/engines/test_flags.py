@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import pickle
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,7 +48,7 @@ def test_recipe_becomes_the_engines_dtype(given: dict[str, Any], dtype: str | No
     arguments = dict(given)
     flags = take(arguments)
     assert arguments.get("kv_cache_dtype") == dtype
-    assert not {"fp4_kv_cache_recipe", "inkling_query_dtype"} & arguments.keys()
+    assert not {field.name for field in fields(Flags)} & arguments.keys()
     assert flags.fp4_kv_cache_recipe == given.get("fp4_kv_cache_recipe")
 
 
@@ -56,6 +57,7 @@ def test_recipe_becomes_the_engines_dtype(given: dict[str, Any], dtype: str | No
     [
         ("fp4_kv_cache_recipe", ("nvfp4", "kvfp4", "mxfp8-nvfp4")),
         ("inkling_query_dtype", ("auto", "mxfp8", "bf16")),
+        ("inkling_key_transform", ("none", "rotate", "center", "center+rotate")),
     ],
 )
 def test_unknown_names_are_refused_with_the_known_ones(field: str, names: tuple[str, ...]) -> None:
@@ -69,7 +71,8 @@ def test_command_line() -> None:
     module.add_cli_args(parser)
     assert take(vars(parser.parse_args([]))) == Flags()
     args = ["--fp4-kv-cache-recipe", "kvfp4", "--inkling-query-dtype", "bf16"]
-    assert take(vars(parser.parse_args(args))) == Flags("kvfp4", "bf16")
+    args += ["--inkling-key-transform", "center+rotate"]
+    assert take(vars(parser.parse_args(args))) == Flags("kvfp4", "bf16", "center+rotate")
     with pytest.raises(SystemExit):
         parser.parse_args(["--fp4-kv-cache-recipe", "mx9"])
 
@@ -88,6 +91,20 @@ def test_query_dtype() -> None:
     assert Flags(inkling_query_dtype="mxfp8").quantizes_query
     assert not Flags().quantizes_query
     assert not Flags(inkling_query_dtype="bf16").quantizes_query
+
+
+def test_key_transform() -> None:
+    found = {
+        name: (flags.centers_keys, flags.rotates_keys)
+        for name in module.KEY_TRANSFORMS
+        for flags in [Flags(inkling_key_transform=name)]
+    }
+    assert found == {
+        "none": (False, False),
+        "rotate": (False, True),
+        "center": (True, False),
+        "center+rotate": (True, True),
+    }
 
 
 def test_flags_travel_on_the_record() -> None:

@@ -173,17 +173,26 @@ def test_workspace_is_kept_out_of_the_pool(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    ("dtype", "backend", "cell", "workspace"),
+    ("dtype", "backend", "transform", "cell", "workspace"),
     [
-        ("inkling_mxfp8", "inkling", 4 * 132, 7),
-        ("bf16", "inkling", 1000, 7),
-        ("bf16", "triton", 1000, None),
-        ("fp8_e4m3", "inkling", 1000, None),
+        ("inkling_mxfp8", "inkling", "rotate", 4 * 132, 7),
+        ("inkling_mxfp8", "inkling", "center", 4 * 132, 7 + 4 * 64 * 4),
+        ("bf16", "inkling", "none", 1000, 7),
+        ("bf16", "triton", "none", 1000, None),
+        ("fp8_e4m3", "inkling", "none", 1000, None),
     ],
 )
 def test_a_cell_of_each_pool(
-    dtype: str, backend: str, cell: int, workspace: int | None, monkeypatch: pytest.MonkeyPatch
+    dtype: str,
+    backend: str,
+    transform: str,
+    cell: int,
+    workspace: int | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    flags = Flags(inkling_key_transform=transform)
+    served = construct(flags, SimpleNamespace)
+    monkeypatch.setattr(versions, "active_server_args", lambda: served)
     recipe, bf16 = get_recipe("mxfp8"), get_recipe("bf16")
     pool = SimpleNamespace(
         engine_recipe=lambda name: {"bf16": bf16}[name],

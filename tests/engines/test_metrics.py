@@ -11,7 +11,7 @@ from inkling_backend.engines.sglang import metrics, versions
 
 prometheus = pytest.importorskip("prometheus_client", reason="comes with the engine")
 
-FACTS = metrics.CacheFacts("nvfp4", "bfloat16", "triton", 36864, 1280, 1408 * 36864, 77)
+FACTS = metrics.CacheFacts("nvfp4", "bfloat16", "rotate", "triton", 36864, 1280, 1408 * 36864, 77)
 
 
 def sample(name: str, **labels: str) -> float | None:
@@ -31,7 +31,7 @@ def test_nothing_is_registered_unless_asked(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_every_figure_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     report(monkeypatch, FACTS, enable_metrics=True)
-    names = {"recipe": "nvfp4", "query": "bfloat16", "kernels": "triton"}
+    names = {"recipe": "nvfp4", "query": "bfloat16", "keys": "rotate", "kernels": "triton"}
     assert sample(metrics.INFO, **names) == 1
     shown = {name: sample(name) for name in metrics.GAUGES}
     assert shown == {

@@ -12,6 +12,7 @@ import torch
 import triton
 
 from inkling_backend.attention import LayerAttention
+from inkling_backend.engines.sglang import versions
 from inkling_backend.engines.sglang.flags import KV_CACHE_DTYPES, Flags
 from inkling_backend.engines.sglang.layer import layer_attention
 from inkling_backend.engines.sglang.requirements import (
@@ -21,7 +22,7 @@ from inkling_backend.engines.sglang.requirements import (
     layer_reasons,
     takes_whole_prompts,
 )
-from inkling_backend.formats import get_recipe
+from inkling_backend.formats import get_format, get_recipe
 from inkling_backend.formats.layout import CacheLayout
 
 BOTH = ("inkling", "inkling")
@@ -239,6 +240,32 @@ def test_queries_in_mxfp8_need_keys_in_mxfp8(dtype: str) -> None:
         (reason,) = found
         assert "--inkling-query-dtype mxfp8" in reason
         assert f"--kv-cache-dtype is {dtype}" in reason
+
+
+def test_a_bf16_cache_gains_nothing_from_a_transform() -> None:
+    flags = Flags(inkling_key_transform="rotate")
+    assert reasons(arguments(kv_cache_dtype="nvfp4"), flags) == []
+    (reason,) = reasons(arguments(kv_cache_dtype="bf16"), flags)
+    assert "--inkling-key-transform rotate" in reason
+    (reason,) = flag_reasons(flags, ("triton", "triton"), "auto")
+    assert "--inkling-key-transform rotate needs --attention-backend inkling" in reason
+
+
+def test_centers_need_logits_that_may_shift() -> None:
+    layout = CacheLayout(get_format("mxfp8"), get_format("mxfp8"), 2, 128, 128)
+    layers = [layer(), layer(logit_cap=50.0)]
+    assert layer_reasons(layers, layout, 8, whole_prompts=False) == []
+    (reason,) = layer_reasons(layers, layout, 8, whole_prompts=False, centers=True)
+    assert "soft-cap" in reason
+    assert "(1 layers): set --inkling-key-transform to rotate" in reason
+
+
+@pytest.mark.parametrize("name", ["sinks", "attention_sink_bias"])
+def test_models_with_sinks_are_known(name: str) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+    assert not versions.has_sinks(model)
+    setattr(model[1], name, torch.nn.Parameter(torch.zeros(1)))
+    assert versions.has_sinks(model)
 
 
 def test_own_options_need_the_backend() -> None:

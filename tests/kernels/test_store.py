@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from inkling_backend.formats import Query
 from inkling_backend.formats.layout import LayerCache
 from inkling_backend.kernels import store as store_module
 from inkling_backend.kernels.store import store
+from inkling_backend.transforms import rotate
 from tests.kernels.helpers import (
     FORMAT_NAMES,
     assert_same_bits,
@@ -175,6 +177,48 @@ def test_query_is_given_back(device: torch.device) -> None:
     assert plain is not None
     assert plain.data is q
     assert plain.scale is None
+
+
+@pytest.mark.parametrize(
+    ("k_name", "v_name", "dim", "dtype", "quantize_q"),
+    [
+        ("mxfp8", "mxfp8", 128, torch.bfloat16, False),
+        ("mxfp8", "mxfp8", 64, torch.bfloat16, True),
+        ("mxfp8", "nvfp4", 96, torch.float16, False),
+        ("nvfp4", "nvfp4", 256, torch.bfloat16, False),
+        ("kvfp4", "kvfp4", 80, torch.float16, False),
+        ("bf16", "bf16", 32, torch.bfloat16, False),
+    ],
+)
+@pytest.mark.parametrize("how", ["center", "rotate", "center+rotate"])
+def test_transforms(
+    k_name: str,
+    v_name: str,
+    dim: int,
+    dtype: torch.dtype,
+    quantize_q: bool,
+    how: str,
+    device: torch.device,
+) -> None:
+    """Special values too: every NaN that an addition makes is the same."""
+    cache = make_cache(make_layout(k_name, v_name, 2, dim), 2, device)
+    center = torch.randn(2, dim).to(device) * 3 if "center" in how else None
+    cache = replace(cache, k_center=center, rotates="rotate" in how)
+    k, v, q = (special_rows(5, heads, dim, dtype).to(device) for heads in (2, 2, 3))
+    slots = torch.tensor([40, 1, 0, 63, 33]).to(device)
+    check_store(k, v, slots, cache, q=q, quantize_q=quantize_q)
+
+
+def test_a_rotated_query_goes_where_it_is_told(device: torch.device) -> None:
+    cache = replace(make_cache(make_layout("mxfp8", "mxfp8", 1, 64), 1, device), rotates=True)
+    k, q = torch.randn(2, 1, 64).to(device), torch.randn(2, 3, 64).bfloat16().to(device)
+    slots, out = torch.tensor([0, 2]).to(device), torch.empty_like(q)
+    got = store(k, k, slots, cache, q=q, q_out=Query(out))
+    assert got is not None
+    assert got.data is out
+    assert_same_bits(out, rotate(q).bfloat16(), "q data")
+    with pytest.raises(InvalidTensorError, match=r"q_out\.data"):
+        store(k, k, slots, cache, q=q, q_out=Query(out[:1]))
 
 
 def test_query_buffers_are_used(device: torch.device) -> None:

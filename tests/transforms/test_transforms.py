@@ -116,6 +116,22 @@ def test_both_transforms_keep_attention() -> None:
     torch.testing.assert_close(ours, weights(q[:, 0], keys[:, 0]), rtol=1e-3, atol=1e-6)
 
 
+def test_what_is_not_a_number_has_one_sign() -> None:
+    keys = torch.full((2, 1, 16), -torch.nan)
+    keys[1] = torch.inf  # and less infinity
+    for transform in (KeyTransform(torch.zeros(1, 16)), KeyTransform(rotates=True)):
+        seen = transform.key(keys)
+        bad = seen[seen.isnan()]
+        assert len(bad) >= 16
+        assert not bad.signbit().any()
+
+
+def test_absurd_keys_are_no_center() -> None:
+    keys = torch.ones(4, 1, 16)
+    keys[2, 0, 3] = 3e38
+    assert torch.equal(center_of(keys), torch.ones(1, 16))
+
+
 def test_no_transform_is_the_identity() -> None:
     x = torch.randn(3, 2, 16).bfloat16()
     assert torch.equal(KeyTransform().key(x), x.float())

@@ -17,6 +17,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from inkling_backend.attention import AttentionRunner, AttentionSpec, LayerAttention
 from inkling_backend.engines.sglang import metrics, versions
+from inkling_backend.engines.sglang.centers import Centers
 from inkling_backend.engines.sglang.flags import KV_CACHE_DTYPES, flags_of
 from inkling_backend.engines.sglang.layer import layer_attention, window_of
 from inkling_backend.engines.sglang.pool import (
@@ -25,7 +26,11 @@ from inkling_backend.engines.sglang.pool import (
     layout_of,
     recipe_of,
 )
-from inkling_backend.engines.sglang.requirements import layer_reasons, takes_whole_prompts
+from inkling_backend.engines.sglang.requirements import (
+    layer_reasons,
+    sink_reason,
+    takes_whole_prompts,
+)
 from inkling_backend.errors import UnsupportedError
 from inkling_backend.formats import Query, Recipe
 from inkling_backend.formats.layout import CacheLayout, LayerCache
@@ -51,15 +56,21 @@ class InklingAttnBackend(AttentionBackend):
         num_q_heads = config.num_attention_heads // versions.active_attention_tp_size()
         layers = [m for m in model_runner.model.modules() if isinstance(m, RadixAttention)]
         arguments = versions.active_server_args()
+        flags = flags_of(arguments)
         reasons = layer_reasons(
-            layers, self.layout, num_q_heads, whole_prompts=takes_whole_prompts(arguments)
+            layers,
+            self.layout,
+            num_q_heads,
+            whole_prompts=takes_whole_prompts(arguments),
+            centers=flags.centers_keys,
         )
+        if flags.centers_keys and versions.has_sinks(model_runner.model):
+            reasons.append(sink_reason())
         if versions.attends_to_images_both_ways(model_runner.model, config):
             reasons.append("attention masks of images are not supported: unset --enable-multimodal")
         if reasons:
             raise UnsupportedError("this model", reasons)
 
-        flags = flags_of(arguments)
         rows, max_context = self.req_to_token.shape
         self.runner = AttentionRunner(
             AttentionSpec(
@@ -80,6 +91,10 @@ class InklingAttnBackend(AttentionBackend):
         self._plan: Any = None
         if isinstance(pool, InklingKVPool):
             pool.runner = self.runner
+        self._key_transform = flags.inkling_key_transform
+        self._centers: Centers | None = None
+        if flags.centers_keys:
+            self._centers = Centers(pool, model_runner.token_to_kv_pool_allocator)
         if versions.is_first_rank():
             facts = self._facts()
             self._log_start(layers, facts)
@@ -90,6 +105,7 @@ class InklingAttnBackend(AttentionBackend):
         return metrics.CacheFacts(
             recipe=self.recipe.name,
             query="mxfp8" if spec.quantize_query else str(spec.dtype).removeprefix("torch."),
+            keys=self._key_transform,
             kernels=self.runner.kernels,
             bytes_per_token=self.layout.bytes_per_token * self.pool.layer_num,
             pool_tokens=self.pool.size,
@@ -101,7 +117,7 @@ class InklingAttnBackend(AttentionBackend):
         layout = self.layout
         logger.info(
             "inkling: KV cache recipe %s, %d bytes per token (%d layers of %d), %d tokens in the "
-            "pool, %.2fx the tokens of BF16, %s on %s, queries in %s, workspace %.1f MiB",
+            "pool, %.2fx the tokens of BF16, %s on %s, queries in %s%s, workspace %.1f MiB",
             facts.recipe,
             facts.bytes_per_token,
             self.pool.layer_num,
@@ -111,6 +127,7 @@ class InklingAttnBackend(AttentionBackend):
             facts.kernels,
             self.device.type,
             facts.query,
+            "" if facts.keys == "none" else f", keys under {facts.keys}",
             facts.workspace_bytes / 2**20,
         )
         windows = sum(window_of(layer) is not None for layer in layers)
@@ -133,17 +150,23 @@ class InklingAttnBackend(AttentionBackend):
         """Plan one eager forward."""
         mode = forward_batch.forward_mode
         self._refuse_speculative(mode)
+        if self._centers is not None:
+            self._centers.begin()
         if mode.is_idle() or forward_batch.batch_size == 0:
             self._plan = None
         elif mode.is_decode():
             self._plan_decode(forward_batch)
         else:
+            new, total = _host_lengths(forward_batch)
+            if self._centers is not None:
+                self._centers.begin(new, total)
             self._plan = self.runner.plan_extend(
                 self.req_to_token,
                 forward_batch.req_pool_indices,
                 forward_batch.seq_lens,
                 _indptr(forward_batch.extend_seq_lens),
-                *_host_lengths(forward_batch),
+                new,
+                total,
             )
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -160,6 +183,8 @@ class InklingAttnBackend(AttentionBackend):
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Plan decode from the graph's static request rows and lengths; recorded and replayed."""
+        if self._centers is not None:
+            self._centers.begin()
         self._plan_decode(forward_batch)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
@@ -236,18 +261,19 @@ class InklingAttnBackend(AttentionBackend):
         if not Query(q).has_dense_rows:
             q = q.contiguous()
         if save_kv_cache and k is not None and v is not None:
+            k = k.view(-1, layout.num_kv_heads, layout.k_head_dim)
+            if self._centers is not None:
+                self._centers.see(layer.layer_id, cache, k)
             query = self.runner.store(
                 cache,
-                k.view(-1, layout.num_kv_heads, layout.k_head_dim),
+                k,
                 v.view(-1, layout.num_kv_heads, layout.v_head_dim),
                 forward_batch.out_cache_loc[: k.shape[0]],
                 q,
             )
-        elif self.runner.spec.quantize_query:
-            # K and V are in the cache already: an earlier layer's, or a fused writer's.
-            query = Query.quantize(q)
         else:
-            query = Query(q, None)
+            # K and V are in the cache already: an earlier layer's, or a fused writer's.
+            query = self.runner.query(cache, q)
         out = q.new_empty(q.shape[0], layer.tp_q_head_num, layout.v_head_dim)
         if self._plan is None:
             return out.zero_().flatten(1)
@@ -257,6 +283,8 @@ class InklingAttnBackend(AttentionBackend):
     def _attention_of(self, layer: Any, sinks: torch.Tensor | None) -> LayerAttention:
         known = self._attention.get(layer)
         if known is None or known.sinks is not sinks:
+            if sinks is not None and self._centers is not None:
+                raise UnsupportedError("this model", [sink_reason()])
             known = self._attention[layer] = replace(layer_attention(layer), sinks=sinks)
         return known
 

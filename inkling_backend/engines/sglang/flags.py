@@ -33,6 +33,7 @@ KV_CACHE_DTYPES = {
 OWN_KV_CACHE_DTYPES = ("mxfp8-nvfp4",)
 DEFAULT_KV_CACHE_DTYPE = "mxfp8"
 QUERY_DTYPES = ("auto", "mxfp8", "bf16")
+KEY_TRANSFORMS = ("none", "rotate", "center", "center+rotate")
 
 _ATTRIBUTE = "_inkling_flags"
 _pending: contextvars.ContextVar[Flags | None] = contextvars.ContextVar(
@@ -48,10 +49,12 @@ class Flags:
         fp4_kv_cache_recipe: one of `FP4_RECIPES` or None.
         inkling_query_dtype: ``mxfp8`` quantizes the queries in the launch that stores K and V,
             ``auto`` and ``bf16`` keep them in the model's dtype.
+        inkling_key_transform: one of `KEY_TRANSFORMS`, what is done to K (and Q) before a format.
     """
 
     fp4_kv_cache_recipe: str | None = None
     inkling_query_dtype: str = "auto"
+    inkling_key_transform: str = "none"
 
     def __post_init__(self) -> None:
         if self.fp4_kv_cache_recipe is not None and self.fp4_kv_cache_recipe not in FP4_RECIPES:
@@ -60,6 +63,10 @@ class Flags:
             )
         if self.inkling_query_dtype not in QUERY_DTYPES:
             raise UnknownNameError("--inkling-query-dtype", self.inkling_query_dtype, QUERY_DTYPES)
+        if self.inkling_key_transform not in KEY_TRANSFORMS:
+            raise UnknownNameError(
+                "--inkling-key-transform", self.inkling_key_transform, KEY_TRANSFORMS
+            )
 
     @property
     def any_set(self) -> bool:
@@ -70,6 +77,16 @@ class Flags:
     def quantizes_query(self) -> bool:
         """Whether queries become MXFP8."""
         return self.inkling_query_dtype == "mxfp8"
+
+    @property
+    def centers_keys(self) -> bool:
+        """Whether every key is stored without one constant vector of its layer and head."""
+        return "center" in self.inkling_key_transform
+
+    @property
+    def rotates_keys(self) -> bool:
+        """Whether K and Q are multiplied by the Hadamard matrix."""
+        return "rotate" in self.inkling_key_transform
 
 
 def add_cli_args(parser: argparse.ArgumentParser) -> None:
@@ -93,18 +110,27 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         help="'auto' and 'bf16': keep the queries in the model's dtype; 'mxfp8': quantize them in "
         "the launch that stores K and V, for recipes with K in MXFP8.",
     )
+    group.add_argument(
+        "--inkling-key-transform",
+        choices=KEY_TRANSFORMS,
+        default="none",
+        help="What is done to keys before they are quantized, in the same launch: 'center' takes "
+        "one constant vector a layer and KV head from them, 'rotate' multiplies K and Q by a "
+        "Hadamard matrix. Neither changes attention; both make its error smaller.",
+    )
 
 
 def take(arguments: dict[str, Any]) -> Flags:
     """Take the backend's options out of keyword arguments and express the recipe in the rest.
 
-    ``arguments`` loses ``fp4_kv_cache_recipe`` and ``inkling_query_dtype``; an unset or ``auto``
-    ``kv_cache_dtype`` becomes the engine's name of the recipe. A ``kv_cache_dtype`` that the user
-    set stays as it is: a conflict is one of the reasons that `requirements` reports.
+    ``arguments`` loses the fields of `Flags`; an unset or ``auto`` ``kv_cache_dtype`` becomes the
+    engine's name of the recipe. A ``kv_cache_dtype`` that the user set stays as it is: a conflict
+    is one of the reasons that `requirements` reports.
     """
     flags = Flags(
         arguments.pop("fp4_kv_cache_recipe", None),
         arguments.pop("inkling_query_dtype", None) or "auto",
+        arguments.pop("inkling_key_transform", None) or "none",
     )
     recipe = flags.fp4_kv_cache_recipe
     if recipe is not None and arguments.get("kv_cache_dtype") in (None, "auto"):

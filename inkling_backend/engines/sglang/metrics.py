@@ -17,7 +17,7 @@ class CacheFacts(NamedTuple):
     """What is reported, of one GPU.
 
     Attributes:
-        recipe, query, kernels: names.
+        recipe, query, keys, kernels: names; ``keys`` is the key transform.
         bytes_per_token: of all its layers.
         pool_tokens: tokens that the pool holds, padding not counted.
         pool_bytes: bytes of the pool, its padding page included.
@@ -26,6 +26,7 @@ class CacheFacts(NamedTuple):
 
     recipe: str
     query: str
+    keys: str
     kernels: str
     bytes_per_token: int
     pool_tokens: int
@@ -49,10 +50,10 @@ def report(facts: CacheFacts) -> None:
     if not getattr(arguments, "enable_metrics", False):
         return
     model = {"model_name": str(getattr(arguments, "served_model_name", None))}
-    names = {name: getattr(facts, name) for name in ("recipe", "query", "kernels")}
-    _gauge(INFO, "Recipe of the KV cache, dtype of the queries, kernels.", (*model, *names)).labels(
-        **model, **names
-    ).set(1)
+    names = {name: getattr(facts, name) for name in ("recipe", "query", "keys", "kernels")}
+    _gauge(
+        INFO, "Recipe of the KV cache, dtype of Q, transform of K, kernels.", (*model, *names)
+    ).labels(**model, **names).set(1)
     for name, (field, meaning) in GAUGES.items():
         _gauge(name, f"{meaning} Of one GPU.", tuple(model)).labels(**model).set(
             getattr(facts, field)

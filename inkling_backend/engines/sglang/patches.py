@@ -157,11 +157,14 @@ def _configure_kv_cache_dtype(original: Callable[..., Any], **kwargs: Any) -> An
 def _build_mha_kv_pool(configurator: Any, **kwargs: Any) -> Any:
     from inkling_backend.engines.sglang.pool import InklingKVPool, layout_of, recipe_of
 
+    flags = flags_of(versions.active_server_args())
     recipe = recipe_of(configurator.kv_cache_dtype_str)
     if recipe is None:
         return None
     layout = layout_of(recipe, configurator.model_config, configurator.pool_page_size)
-    kwargs["mha_pool_class"] = functools.partial(InklingKVPool, layout=layout)
+    kwargs["mha_pool_class"] = functools.partial(
+        InklingKVPool, layout=layout, centers=flags.centers_keys, rotates=flags.rotates_keys
+    )
     return (configurator,), kwargs
 
 
@@ -176,6 +179,8 @@ def _compute_cell_size(original: Callable[..., int], self: Any, kvc: Any, num_la
     # Over the engine's own pool (BF16) the runner has its buffers all the same.
     layout = layout_of(own or engine_recipe(name), kvc.model_config, kvc.page_size)
     self.inkling_workspace_bytes = _workspace_bytes(kvc, layout)
+    if flags_of(versions.active_server_args()).centers_keys:
+        self.inkling_workspace_bytes += layout.center_bytes * num_layers
     return original(self, kvc, num_layers) if own is None else layout.bytes_per_token * num_layers
 
 

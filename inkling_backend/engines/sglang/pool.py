@@ -61,14 +61,25 @@ class InklingKVPool(MHATokenToKVPool):
 
     Attributes:
         layout: geometry of the pages.
+        centers, rotates: the key transform.
+        centers_are_open: whether the centers may still be fixed (`centers.Centers`).
         pages: the buffers.
         runner: set by the attention backend; writes rows that come through `set_kv_buffer`.
     """
 
     runner: AttentionRunner | None = None
 
-    def __init__(self, *args: Any, layout: CacheLayout, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        layout: CacheLayout,
+        centers: bool = False,
+        rotates: bool = False,
+        **kwargs: Any,
+    ) -> None:
         self.layout = layout
+        self.centers, self.rotates = centers, rotates
+        self.centers_are_open = centers
         super().__init__(*args, **kwargs)
 
     def _create_buffers(self) -> None:
@@ -85,7 +96,12 @@ class InklingKVPool(MHATokenToKVPool):
         )
         with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE), custom_pool:
             self.pages = KVCachePool(
-                self.layout, self.layer_num, slots // self.page_size, self.device
+                self.layout,
+                self.layer_num,
+                slots // self.page_size,
+                self.device,
+                centers=self.centers,
+                rotates=self.rotates,
             )
         layers = [self.pages.layer(i) for i in range(self.layer_num)]
         self.k_buffer = [layer.k_data for layer in layers]
@@ -101,11 +117,12 @@ class InklingKVPool(MHATokenToKVPool):
         del self.pages, self.k_buffer, self.v_buffer
 
     def get_kv_size_bytes(self) -> tuple[int, int]:
-        """Bytes of K and of V, scales included."""
+        """Bytes of K and of V, scales and centers included."""
         layout, tokens = self.layout, self.size + self.page_size
         rows = tokens * layout.num_kv_heads * self.layer_num
+        centers = layout.center_bytes * self.layer_num if self.centers else 0
         return (
-            rows * layout.k_format.row_bytes(layout.k_head_dim),
+            rows * layout.k_format.row_bytes(layout.k_head_dim) + centers,
             rows * layout.v_format.row_bytes(layout.v_head_dim),
         )
 
@@ -142,6 +159,8 @@ class InklingKVPool(MHATokenToKVPool):
         self, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: Any = None
     ) -> list[SlotRows]:
         """Rows of these slots on the host, scales included, for `load_cpu_copy`."""
+        # They come back under the centers that they have now.
+        self.centers_are_open = False
         return self.pages.export_slots(torch.as_tensor(indices, device=self.device))
 
     def load_cpu_copy(

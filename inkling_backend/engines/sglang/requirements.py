@@ -29,6 +29,7 @@ from inkling_backend.formats import get_recipe
 from inkling_backend.formats.layout import CacheLayout
 
 _OTHER = "use another attention backend"
+_NO_CENTER = "set --inkling-key-transform to rotate or none"
 _WHOLE = "set --chunked-prefill-size -1 and --disable-radix-cache"
 
 # Field of the arguments, whether its value asks for the feature, what the feature is.
@@ -97,6 +98,7 @@ def flag_reasons(
         for name, value, default in (
             ("--fp4-kv-cache-recipe", flags.fp4_kv_cache_recipe, None),
             ("--inkling-query-dtype", flags.inkling_query_dtype, "auto"),
+            ("--inkling-key-transform", flags.inkling_key_transform, "none"),
             ("--kv-cache-dtype", None if flags.fp4_kv_cache_recipe else own_dtype, None),
         )
         if value != default
@@ -160,6 +162,11 @@ def _cache_reasons(
         reasons.append(
             f"--inkling-query-dtype mxfp8 needs K in MXFP8, but --kv-cache-dtype is {dtype}: "
             "leave it out, or take mxfp8 or mxfp8-nvfp4"
+        )
+    if flags.inkling_key_transform != "none" and KV_CACHE_DTYPES.get(dtype) == "bf16":
+        reasons.append(
+            f"--inkling-key-transform {flags.inkling_key_transform} makes the error of a quantized "
+            "cache smaller, and --kv-cache-dtype bf16 has none: leave one of them out"
         )
     prefill, decode = backends
     if prefill != decode and KV_CACHE_DTYPES.get(dtype) != "bf16":
@@ -283,13 +290,23 @@ def _feature_reasons(arguments: Any) -> list[str]:
     return reasons
 
 
+def sink_reason() -> str:
+    """Why the keys of a model with attention sinks are not centered."""
+    return f"a center of the keys beside attention sinks, which see the shift: {_NO_CENTER}"
+
+
 def takes_whole_prompts(arguments: Any) -> bool:
     """Whether every prompt is computed at once, as bidirectional attention needs it."""
     return (arguments.chunked_prefill_size or -1) < 0 and bool(arguments.disable_radix_cache)
 
 
 def layer_reasons(
-    layers: Iterable[Any], layout: CacheLayout, num_q_heads: int, *, whole_prompts: bool
+    layers: Iterable[Any],
+    layout: CacheLayout,
+    num_q_heads: int,
+    *,
+    whole_prompts: bool,
+    centers: bool = False,
 ) -> list[str]:
     """Why these attention layers of the loaded model cannot be served (empty if they can).
 
@@ -298,6 +315,7 @@ def layer_reasons(
         layout: geometry of the cache.
         num_q_heads: query heads that the attention runner was built for.
         whole_prompts: of `takes_whole_prompts`.
+        centers: whether keys are centered, which shifts the logits of a row alike.
     """
     found: dict[tuple[str, str], int] = {}
 
@@ -307,6 +325,8 @@ def layer_reasons(
     for layer in layers:
         if layer.logit_cap and layer.logit_capping_method != "tanh":
             note(f"the logit soft-cap {layer.logit_capping_method}")
+        if layer.logit_cap and centers:
+            note("a center of the keys under a logit soft-cap, which sees the shift", _NO_CENTER)
         if layer.is_cross_attention:
             note("cross attention")
         if attention_kind(layer) != "decoder" and not whole_prompts:

@@ -188,6 +188,15 @@ def model_traits(model: Any) -> list[str]:
     return found
 
 
+def has_sinks(model: Any) -> bool:
+    """Whether a layer of the model hands attention sinks to its attention, by the names that the
+    engine's models keep them under."""
+    names = ("sinks", "attention_sink_bias")
+    return any(
+        getattr(module, name, None) is not None for module in model.modules() for name in names
+    )
+
+
 def attends_to_images_both_ways(model: Any, model_config: Any) -> bool:
     """Whether a loaded model makes attention masks for its images (Gemma 3), and may get images.
 
