@@ -15,6 +15,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
+from inkling_backend import env
 from inkling_backend.attention import AttentionRunner, AttentionSpec, LayerAttention
 from inkling_backend.engines.sglang import metrics, versions
 from inkling_backend.engines.sglang.flags import KV_CACHE_DTYPES, flags_of
@@ -72,6 +73,7 @@ class InklingAttnBackend(AttentionBackend):
             max_context=max_context,
             max_tokens=pool.size,
             device=self.device,
+            fa4=versions.fa4() if env.asks_for_fa4() else None,
         )
         # Not when the first request comes: the engine ends a server that computes for too long.
         self.runner.prepare(map(layer_attention, layers))
