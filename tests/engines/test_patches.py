@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from inkling_backend.cli.model import WINDOW_POOL_MODELS
 from inkling_backend.engines.sglang.patches import PATCHES, Patch, wanted
 
 
@@ -223,6 +224,20 @@ def test_the_pool_passes_through_the_engines_builder(tree: Path, builder: str) -
     source = ast.unparse(node)
     assert "kv_cache_dtype_str == 'mxfp8'" in source
     assert "else mha_pool_class" in source
+
+
+@needs_sources
+def test_the_engine_has_a_pool_for_windows_of_the_models_that_are_said_to() -> None:
+    """In the newest of the engines."""
+    tree = max(TREES, key=_is_new)
+    listed = _resolve(tree, "sglang.srt.configs.model_config", "is_hybrid_swa_model")
+    sinks = _resolve(tree, "sglang.srt.configs.model_config", "SWA_SINK_ARCHS")
+    if sinks is None:
+        pytest.skip("this engine is older than the list")
+    assert listed is not None
+    assert "*SWA_SINK_ARCHS" in ast.unparse(listed)
+    names = ast.unparse(listed) + ast.unparse(sinks)
+    assert all(f"'{name}'" in names for name in WINDOW_POOL_MODELS)
 
 
 def test_the_ledger_is_complete() -> None:
