@@ -7,16 +7,22 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from inkling_backend.attention import AttentionRunner, AttentionSpec
+from inkling_backend.attention import AttentionRunner, AttentionSpec, triton_path
 from inkling_backend.cache import KVCachePool
+from inkling_backend.env import Extend
 from inkling_backend.errors import InvalidTensorError
 from inkling_backend.formats.layout import LayerCache
+from tests.attention.test_flashinfer_extend import Feed
+from tests.attention.test_graphs import zeros
 from tests.attention.test_runner import decoder_layer
 from tests.attention.world import PLAIN, World, make_world, slots_of
 
 LENS = [300, 70, 1, 0]
 Q_LENS = [65, 20, 1, 0]
 WINDOW = 40
+
+
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in runs on the CPU")
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +41,7 @@ class Second:
     """The second pool of a world.
 
     Attributes:
-        cache: NaN wherever no token is, on page 0, too.
+        cache: NaN wherever no token is.
         slot_map: of every slot of the world's cache, as the engine keeps it: an entry for slot -1
             at the end.
     """
@@ -44,8 +50,8 @@ class Second:
     slot_map: torch.Tensor
 
 
-def second_pool(world: World, newest_window: list[int]) -> Second:
-    """Tokens of each request from the page of ``newest_window`` on, in pages of another order."""
+def second_pool(world: World, oldest_seen: list[int], *, page_0_is_nan: bool = True) -> Second:
+    """Tokens of each request from the page of ``oldest_seen`` on, in pages of another order."""
     page, pages = world.layout.page_size, world.cache.num_pages
     pool = KVCachePool(world.layout, 1, pages + 3, world.device)
     for buffer in pool.buffers():
@@ -59,7 +65,9 @@ def second_pool(world: World, newest_window: list[int]) -> Second:
     slot_map[-1] = -1
     free = (torch.randperm(pages + 2) + 1).tolist()
     moved, first = KVCachePool(world.layout, 1, 0, world.device), world.cache
-    for b, oldest in enumerate(newest_window):
+    if not page_0_is_nan:
+        zeros(cache)
+    for b, oldest in enumerate(oldest_seen):
         slots = slots_of(world, b)
         for start in range(max(0, oldest) // page * page, len(slots), page):
             here = slots[start : start + page]
@@ -73,19 +81,20 @@ def second_pool(world: World, newest_window: list[int]) -> Second:
     return Second(cache, slot_map)
 
 
-def two_pool_runner(world: World, *, max_batch: int = 8) -> AttentionRunner:
+def two_pool_runner(world: World, extend: Extend | None = None) -> AttentionRunner:
     spec = AttentionSpec(world.num_q_heads, world.layout, world.dtype, quantize_query=False)
     return AttentionRunner(
         spec,
-        max_batch=max_batch,
+        max_batch=8,
         max_context=world.max_context,
         max_tokens=world.cache.num_pages * world.layout.page_size,
         maps_slots=True,
+        extend=extend,
         device=world.device,
     )
 
 
-def oldest_seen(q_lens: list[int]) -> list[int]:
+def first_seen(q_lens: list[int]) -> list[int]:
     """First position that the first new token of each request sees."""
     return [length - n - WINDOW for length, n in zip(LENS, q_lens, strict=True)]
 
@@ -99,7 +108,7 @@ def test_both_pools_give_the_same_bits(
     layer = decoder_layer(device) if features else replace(PLAIN, window=WINDOW)
     runner = two_pool_runner(world)
 
-    second = second_pool(world, oldest_seen([1] * 4))
+    second = second_pool(world, first_seen([1] * 4))
     plan = runner.plan_decode(
         world.slot_table, world.rows, world.seq_lens, 4, slot_map=second.slot_map
     )
@@ -110,7 +119,7 @@ def test_both_pools_give_the_same_bits(
     assert torch.isfinite(want).all()
     assert torch.equal(got, want)
 
-    second = second_pool(world, oldest_seen(Q_LENS))
+    second = second_pool(world, first_seen(Q_LENS))
     extend = runner.plan_extend(
         *(world.slot_table, world.rows, world.seq_lens),
         torch.tensor([0, *Q_LENS], device=device).cumsum(0),
@@ -125,6 +134,34 @@ def test_both_pools_give_the_same_bits(
     got = runner.run(extend.mapped(), query, second.cache, world.empty_out(86), layer)
     assert torch.isfinite(want).all()
     assert torch.equal(got, want)
+
+
+@on_cpu
+def test_copies_of_pages_that_are_not_there(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FA3 gets all tokens of a request; page 0, which stands for what is gone, is finite."""
+    feed = Feed(monkeypatch)
+    world = make_world(LENS, device, k="mxfp8", v="nvfp4")
+    runner, layer = two_pool_runner(world, "flashinfer"), replace(PLAIN, window=WINDOW)
+    second = second_pool(world, first_seen(Q_LENS), page_0_is_nan=False)
+    plan = runner.plan_extend(
+        *(world.slot_table, world.rows, world.seq_lens),
+        torch.tensor([0, *Q_LENS], device=device).cumsum(0),
+        *(Q_LENS, LENS),
+        slot_map=second.slot_map,
+    )
+    query = world.queries(86)
+    want = runner.run(plan, query, world.cache, world.empty_out(86), layer)
+    monkeypatch.setattr(triton_path, "extend", with_no_marks)
+    got = runner.run(plan.mapped(), query, second.cache, world.empty_out(86), layer)
+    assert torch.isfinite(want).all()
+    assert torch.equal(got, want)
+    assert [wrapper.runs for wrapper in feed.wrappers] == [2]
+
+
+def with_no_marks(*_: object, marks: torch.Tensor, **__: object) -> None:
+    assert not marks.any(), "nothing is to be computed again"
 
 
 def second_page(world: World, second: Second, page: int) -> int:
@@ -161,7 +198,7 @@ def test_a_replay_reads_the_map_as_it_is_then(
         with torch.cuda.graph(graph):
             step()
     # All pages move; those before the window are given back.
-    moved = second_pool(world, oldest_seen([1] * 4))
+    moved = second_pool(world, first_seen([1] * 4))
     second.slot_map.copy_(moved.slot_map)
     for name in ("k_data", "k_scale", "v_data", "v_scale"):
         getattr(second.cache, name).copy_(getattr(moved.cache, name))

@@ -22,7 +22,6 @@ from inkling_backend.engines.sglang.pools import RunnerPools
 from inkling_backend.engines.sglang.requirements import layer_reasons, takes_whole_prompts
 from inkling_backend.errors import UnsupportedError
 from inkling_backend.formats import Query
-from inkling_backend.formats.layout import LayerCache
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +74,6 @@ class InklingAttnBackend(AttentionBackend):
         )
         # Not when the first request comes: the engine ends a server that computes for too long.
         self.runner.prepare(map(layer_attention, layers))
-        self._layers: dict[int, LayerCache] = {}
         self._attention: dict[Any, LayerAttention] = {}
         # Of a batch: a plan for each pool; slots of its new tokens, and those in the second pool.
         self._plans: tuple[Any, ...] | None = None
@@ -269,7 +267,7 @@ class InklingAttnBackend(AttentionBackend):
             raise UnsupportedError(
                 "this model", [f"its attention layers pass {', '.join(unknown)}: not supported"]
             )
-        layout, cache = self.layout, self._layer(layer.layer_id)
+        layout, cache = self.layout, self.pools.layer(layer.layer_id)
         pool = int(self.pools.has_window_slots(layer.layer_id))
         q = q.view(-1, layer.tp_q_head_num, layout.k_head_dim).to(self.runner.spec.dtype)
         if not self.runner.spec.quantize_query:
@@ -299,12 +297,6 @@ class InklingAttnBackend(AttentionBackend):
         if known is None or known.sinks is not sinks:
             known = self._attention[layer] = replace(layer_attention(layer), sinks=sinks)
         return known
-
-    def _layer(self, layer_id: int) -> LayerCache:
-        cache = self._layers.get(layer_id)
-        if cache is None:
-            cache = self._layers[layer_id] = self.pools.layer(layer_id)
-        return cache
 
 
 def _indptr(lengths: torch.Tensor) -> torch.Tensor:

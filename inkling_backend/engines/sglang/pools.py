@@ -64,6 +64,7 @@ class RunnerPools:
                 "this model", [f"the engine keeps its KV cache {name} in {kinds}"]
             )
         self._parts = parts
+        self._plain: dict[int, LayerCache] = {}
         self.size, *windows = [PoolSize(part.layer_num, part.size) for part in parts]
         self.window_size: PoolSize | None = windows[0] if windows else None
 
@@ -94,15 +95,18 @@ class RunnerPools:
         )
 
     def layer(self, layer_id: int) -> LayerCache:
-        """Buffers of one of the model's layers."""
-        pool, index = self._pool, layer_id
-        if self.recipe.k.block == 0:
-            return LayerCache(self.layout, *pool.get_kv_buffer(layer_id))
-        if self._hybrid:
-            pool._wait_for_layer(layer_id)
-            index, windowed = pool.layers_mapping[layer_id]
-            pool = self._parts[bool(windowed)]
-        return pool.layer(index)
+        """Buffers of one of the model's layers; the pool waits for what is being loaded there."""
+        pool = self._pool
+        if not self.recipe.k.block:
+            buffers = pool.get_kv_buffer(layer_id)
+            if layer_id not in self._plain:
+                self._plain[layer_id] = LayerCache(self.layout, *buffers)
+            return self._plain[layer_id]
+        if not self._hybrid:
+            return pool.layer(layer_id)
+        pool._wait_for_layer(layer_id)
+        index, windowed = pool.layers_mapping[layer_id]
+        return self._parts[int(windowed)].layer(index)
 
 
 def _is_plain_bf16(pool: Any) -> bool:
