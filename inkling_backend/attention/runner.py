@@ -46,6 +46,7 @@ class _Path(Protocol):
         seq_lens: torch.Tensor,
         batch: int,
         q_len: int,
+        slot_map: torch.Tensor | None,
     ) -> DecodePlan: ...
 
     def plan_extend(
@@ -56,6 +57,7 @@ class _Path(Protocol):
         qo_indptr: torch.Tensor,
         q_lens: Sequence[int],
         kv_lens: Sequence[int],
+        slot_map: torch.Tensor | None,
     ) -> ExtendPlan: ...
 
     def store(
@@ -87,6 +89,7 @@ class AttentionRunner:
         max_batch: most requests of a batch.
         max_context: most tokens of a request; longer ones are cut to it rather than overrun memory.
         max_q_len: query tokens that a decode plan may have for each request, beside one.
+        maps_slots: whether some layers have their pages in another pool; plans want a slot map.
         implementation: ``"triton"`` or ``"reference"``, chosen at construction.
     """
 
@@ -99,6 +102,7 @@ class AttentionRunner:
         max_tokens: int,
         device: torch.device | str,
         max_q_len: int = 1,
+        maps_slots: bool = False,
         extend: env.Extend | None = None,
         fa4: Attend | None = None,
     ) -> None:
@@ -126,6 +130,7 @@ class AttentionRunner:
         self.max_batch = max_batch
         self.max_context = min(max_context, max_tokens)
         self.max_q_len = max_q_len
+        self.maps_slots = maps_slots
         self.implementation = env.implementation(self.device.type)
         extend = extend or env.extend()
         self._path: _Path
@@ -134,7 +139,9 @@ class AttentionRunner:
             # when the memory for prefill's copies is set aside.
             prefill = (extend, spec, max_context, capability)
             sizes = (spec, max_batch, self.max_context, max_q_len, self.device)
-            self._path = _triton_path(*sizes, capability=capability, prefill=prefill, fa4=fa4)
+            self._path = _triton_path(
+                *sizes, capability=capability, maps_slots=maps_slots, prefill=prefill, fa4=fa4
+            )
         elif extend == "flashinfer":
             reason = "the kernels are plain torch: set INKLING_EXTEND=auto, or run on a GPU"
             raise UnsupportedError("INKLING_EXTEND=flashinfer", [reason])
@@ -169,6 +176,7 @@ class AttentionRunner:
         seq_lens: torch.Tensor,
         batch: int,
         q_len: int = 1,
+        slot_map: torch.Tensor | None = None,
     ) -> DecodePlan:
         """Plans ``q_len`` new tokens for each of ``batch`` requests, causal among themselves.
 
@@ -182,11 +190,15 @@ class AttentionRunner:
                 at least ``q_len``.
             batch: requests.
             q_len: 1 or ``max_q_len``.
+            slot_map: ``[slots]`` int32 or int64, the slot of the same token in the other pool of a
+                runner that ``maps_slots``; whole pages together, 0 where there is none: not needed
+                for tokens that every row's window has passed. `DecodePlan.mapped` reads there.
         """
         self._check_batch(slot_table, rows, seq_lens, batch)
+        self._check_map(slot_map)
         if q_len not in (1, self.max_q_len):
             raise InvalidTensorError("q_len", "one of", (1, self.max_q_len), q_len)
-        return self._path.plan_decode(slot_table, rows, seq_lens, batch, q_len)
+        return self._path.plan_decode(slot_table, rows, seq_lens, batch, q_len, slot_map)
 
     def plan_extend(
         self,
@@ -196,6 +208,7 @@ class AttentionRunner:
         qo_indptr: torch.Tensor,
         q_lens: Sequence[int],
         kv_lens: Sequence[int],
+        slot_map: torch.Tensor | None = None,
     ) -> ExtendPlan:
         """Plans several new tokens per request; the buffers are apart from those of decode.
 
@@ -208,15 +221,19 @@ class AttentionRunner:
             qo_indptr: ``[B + 1]`` int32 or int64, each request's first query row.
             q_lens, kv_lens: of each request its new tokens, as in ``qo_indptr``, and its tokens, as
                 in ``seq_lens`` (a request without new tokens may say anything); on the host.
+            slot_map: as in `plan_decode`.
         """
         batch = rows.shape[0]
         self._check_batch(slot_table, rows, seq_lens, batch)
+        self._check_map(slot_map)
         for name, lengths in (("q_lens", q_lens), ("kv_lens", kv_lens)):
             if len(lengths) != batch:
                 raise InvalidTensorError(name, "lengths of requests:", batch, len(lengths))
         if tuple(qo_indptr.shape) != (batch + 1,):
             raise InvalidTensorError("qo_indptr", "shape", (batch + 1,), tuple(qo_indptr.shape))
-        return self._path.plan_extend(slot_table, rows, seq_lens, qo_indptr, q_lens, kv_lens)
+        return self._path.plan_extend(
+            slot_table, rows, seq_lens, qo_indptr, q_lens, kv_lens, slot_map
+        )
 
     @overload
     def store(
@@ -305,6 +322,16 @@ class AttentionRunner:
             raise InvalidTensorError("query.scale", "shape", want, tuple(scale.shape))
         return rows
 
+    def _check_map(self, slot_map: torch.Tensor | None) -> None:
+        if (slot_map is not None) != self.maps_slots:
+            expected = "a map of slots" if self.maps_slots else None
+            raise InvalidTensorError("slot_map", "for this runner", expected, type(slot_map))
+        if slot_map is None:
+            return
+        if slot_map.ndim != 1 or slot_map.dtype not in (torch.int32, torch.int64):
+            got = f"{tuple(slot_map.shape)} {slot_map.dtype}"
+            raise InvalidTensorError("slot_map", "int32 or int64 of shape", "[slots]", got)
+
     def _check_batch(
         self, slot_table: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, batch: int
     ) -> None:
@@ -324,7 +351,11 @@ class AttentionRunner:
 
 
 def _triton_path(
-    *sizes: Any, capability: Capability | None, prefill: tuple[Any, ...], fa4: Attend | None
+    *sizes: Any,
+    capability: Capability | None,
+    maps_slots: bool,
+    prefill: tuple[Any, ...],
+    fa4: Attend | None,
 ) -> _Path:
     """The path of the kernels, or of FA4 over what they store; here, because both need Triton."""
     if env.asks_for_fa4():
@@ -335,9 +366,13 @@ def _triton_path(
             reasons.append("FA4 comes with SGLang: serve with it")
         if fa4 is None or reasons:
             raise UnsupportedError("INKLING_KERNELS=fa4", reasons)
-        return Fa4Path(fa4, *sizes, capability=capability)
+        return Fa4Path(fa4, *sizes, capability=capability, maps_slots=maps_slots)
     from inkling_backend.attention import flashinfer_extend
     from inkling_backend.attention.triton_path import TritonPath
 
-    chosen = flashinfer_extend.chosen(*prefill)
-    return TritonPath(*sizes, capability=capability, flashinfer=chosen)
+    return TritonPath(
+        *sizes,
+        capability=capability,
+        flashinfer=flashinfer_extend.chosen(*prefill),
+        maps_slots=maps_slots,
+    )

@@ -159,6 +159,7 @@ def test_unsupported_arguments(changes: dict[str, Any], words: str) -> None:
         ({"attention_arch": SimpleNamespace(name="MLA")}, "MLA"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
         ({"swa_head_dim": 64, "swa_v_head_dim": 64}, "64 and 64 instead of 128 and 128"),
+        ({"get_swa_num_kv_heads": lambda tp: 4}, "KV heads of their own (4 instead of 2)"),
         ({"attention_chunk_size": 8192}, "chunked local"),
         ({"head_dim": 80, "v_head_dim": 80}, "head_dim 80"),
         ({"head_dim": 512, "v_head_dim": 512}, "head_dim 512"),
@@ -291,6 +292,25 @@ def test_unsupported_layers(changes: dict[str, Any], word: str) -> None:
     (reason,) = layer_reasons(layers, layout, 8, whole_prompts=False)
     assert word in reason
     assert "(2 layers)" in reason
+
+
+def test_layers_that_see_further_than_their_pool_keeps() -> None:
+    recipe = get_recipe("mxfp8")
+    layout = CacheLayout(recipe.k, recipe.v, 2, 128, 128)
+    layers = [
+        layer(layer_id=i, sliding_window_size=size) for i, size in enumerate((-1, 127, 128, -1))
+    ]
+
+    def found(kept: int | None, *window_slots: int) -> list[str]:
+        sets = {"window_slots": frozenset(window_slots), "kept_window": kept}
+        return layer_reasons(layers, layout, 8, whole_prompts=False, **sets)  # type: ignore[arg-type]
+
+    assert found(127) == found(127, 1) == found(128, 1, 2) == []
+    for reasons in (found(127, 2), found(128, 3), found(None, 1)):
+        (reason,) = reasons
+        assert "--disable-hybrid-swa-memory" in reason
+    assert "128 tokens before its own" in found(127, 1, 2)[0]
+    assert "all tokens" in found(127, 1, 0)[0]
 
 
 def test_layers_that_whole_prompts_allow() -> None:

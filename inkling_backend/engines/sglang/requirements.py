@@ -8,7 +8,7 @@ read plain attributes, so that they can be tested without an engine.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -24,12 +24,13 @@ from inkling_backend.engines.sglang.flags import (
     OWN_KV_CACHE_DTYPES,
     Flags,
 )
-from inkling_backend.engines.sglang.layer import attention_kind
+from inkling_backend.engines.sglang.layer import attention_kind, window_of
 from inkling_backend.errors import EnvironmentVariableError
 from inkling_backend.formats import get_recipe
 from inkling_backend.formats.layout import CacheLayout
 
 _OTHER = "use another attention backend"
+_ONE_POOL = "set --disable-hybrid-swa-memory"
 _WHOLE = "set --chunked-prefill-size -1 and --disable-radix-cache"
 
 # Field of the arguments, whether its value asks for the feature, what the feature is.
@@ -242,6 +243,13 @@ def _model_reasons(model: Any) -> list[str]:
             f"sliding-window layers with heads of their own size ({window_dims[0]} and "
             f"{window_dims[1]} instead of {dims[0]} and {dims[1]}) are not supported: {_OTHER}"
         )
+    heads = model.get_num_kv_heads(1)
+    window_heads = getattr(model, "get_swa_num_kv_heads", model.get_num_kv_heads)(1)
+    if window_heads != heads and _architecture(model) == "MHA":
+        reasons.append(
+            f"sliding-window layers with KV heads of their own ({window_heads} instead of {heads}) "
+            f"are not supported: {_OTHER}"
+        )
     return reasons
 
 
@@ -297,7 +305,13 @@ def takes_whole_prompts(arguments: Any) -> bool:
 
 
 def layer_reasons(
-    layers: Iterable[Any], layout: CacheLayout, num_q_heads: int, *, whole_prompts: bool
+    layers: Iterable[Any],
+    layout: CacheLayout,
+    num_q_heads: int,
+    *,
+    whole_prompts: bool,
+    window_slots: Collection[int] = (),
+    kept_window: int | None = None,
 ) -> list[str]:
     """Why these attention layers of the loaded model cannot be served (empty if they can).
 
@@ -306,6 +320,8 @@ def layer_reasons(
         layout: geometry of the cache.
         num_q_heads: query heads that the attention runner was built for.
         whole_prompts: of `takes_whole_prompts`.
+        window_slots: numbers of the layers whose pages lie in a pool for windows.
+        kept_window: tokens before the newest one whose pages that pool keeps.
     """
     found: dict[tuple[str, str], int] = {}
 
@@ -323,6 +339,11 @@ def layer_reasons(
             note("chunked local attention (iRoPE)")
         if layer.xai_temperature_len > 0:
             note("attention temperature by position")
+        if window_slots and layer.layer_id in window_slots:
+            window = window_of(layer)
+            if window is None or kept_window is None or window > kept_window:
+                seen = "all tokens" if window is None else f"{window} tokens before its own"
+                note(f"a pool of {kept_window} tokens for layers that see {seen}", _ONE_POOL)
         have = (layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim)
         want = (num_q_heads, layout.num_kv_heads, layout.k_head_dim, layout.v_head_dim)
         if have != want:

@@ -169,6 +169,20 @@ def active_server_args() -> Any:
     return get_context().server_args
 
 
+def set_bytes_per_token(sizer: Any, layer_bytes: int) -> None:
+    """Let a ``HybridSWAPoolConfigurator`` count so many bytes of a token in each layer."""
+    sizer._full_per_token = sizer._swa_per_token = layer_bytes
+    recompute = getattr(sizer, "_recompute_cell_size", None)
+    if recompute is not None:
+        recompute()
+        return
+    # 0.5.17 does this where it is constructed.
+    ratio = sizer._swa_full_tokens_ratio if sizer._full_layers_num else 1
+    layers = sizer._full_layers_num + sizer._draft_full_layers_num
+    layers += sizer._draft_swa_full_layers_num + ratio * sizer._swa_layers_num
+    sizer._cell_size = layer_bytes * layers
+
+
 def model_traits(model: Any) -> list[str]:
     """Kinds of model that the engine treats apart and this backend does not serve."""
     from sglang.srt.configs import hybrid_arch
