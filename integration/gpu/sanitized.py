@@ -41,7 +41,10 @@ def _run(
 ) -> int:
     heads, head_dim = layout.num_kv_heads, layout.k_head_dim
     pages = [-(-n // PAGE) for n in LENS]
-    cache = KVCachePool(layout, 1, 1 + sum(pages), device).layer(0)
+    # Once as they are, once centered and rotated (which a BF16 cache never is).
+    transforms = recipe.k.block > 0 and layer.softcap is None
+    pool = KVCachePool(layout, 1, 1 + sum(pages), device, centers=transforms, rotates=transforms)
+    cache = pool.layer(0)
     context = max(LENS) + PAGE
     spec = AttentionSpec(group * heads, layout, torch.bfloat16, recipe.takes_mxfp8_query)
     runner = AttentionRunner(
