@@ -21,7 +21,7 @@ from inkling_backend.bench.cases import Case, Heads
 from inkling_backend.bench.extra import missing
 from inkling_backend.bench.results import LIBRARIES, Results, Row, gpu, read, versions
 from inkling_backend.env import Extend
-from inkling_backend.formats import Recipe, get_recipe
+from inkling_backend.formats import Recipe
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -32,7 +32,9 @@ app = typer.Typer(
 
 Formats = Annotated[
     list[str] | None,
-    typer.Option("--format", help=f"Recipe, repeatable; {', '.join(shapes.RECIPE_NAMES)}."),
+    typer.Option(
+        "--format", help=f"{', '.join(shapes.RECIPE_NAMES)}[+center][+rotate], repeatable."
+    ),
 ]
 Shapes = Annotated[
     list[str] | None,
@@ -93,7 +95,7 @@ class Run:
     def recipes(self) -> list[Recipe]:
         """The recipes asked for, with their queries."""
         default = shapes.QUICK_RECIPES if self.quick else shapes.RECIPE_NAMES
-        found = [get_recipe(name) for name in self.formats or default]
+        found = [shapes.parse_recipe(name)[0] for name in self.formats or default]
         return [r.with_mxfp8_query() for r in found] if self.query_dtype == "mxfp8" else found
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from inkling_backend.errors import InklingError
-from inkling_backend.formats import RECIPES, Recipe, get_format
+from inkling_backend.errors import InklingError, UnknownNameError
+from inkling_backend.formats import RECIPES, Recipe, get_format, get_recipe
 from inkling_backend.formats.layout import DEFAULT_PAGE_SIZE, CacheLayout
 
 RECIPE_NAMES = tuple(RECIPES)
@@ -35,6 +35,23 @@ QUICK_RECIPES = ("mxfp8", "nvfp4", "bf16")
 SPREAD = 100
 
 _SHAPE = re.compile(r"(?:(\d+k?)x)?(\d+k?)(?:\+(\d+k?))?", re.IGNORECASE)
+
+
+# After a plus sign behind a recipe's name: what is done to its keys before they are stored.
+TRANSFORMS = ("center", "rotate")
+
+
+def parse_recipe(name: str) -> tuple[Recipe, frozenset[str]]:
+    """The recipe ``NAME[+TRANSFORM...]``, which keeps that name, and its transforms.
+
+    Raises:
+        UnknownNameError: a part of the name is not known.
+    """
+    base, *transforms = name.split("+")
+    for transform in transforms:
+        if transform not in TRANSFORMS:
+            raise UnknownNameError("transform", transform, TRANSFORMS)
+    return replace(get_recipe(base), name=name), frozenset(transforms)
 
 
 class CaseError(InklingError, ValueError):
@@ -159,10 +176,11 @@ class Case:
             query = rows * heads.q_heads * get_format("mxfp8").row_bytes(heads.head_dim)
         # Rows of K and V as the model gives them, and their slots.
         inputs = rows * (layout.bytes_per_token_bf16 + 8)
-        if recipe.quantize_query:
+        rewrites = recipe.quantize_query or "rotate" in parse_recipe(recipe.name)[1]
+        if rewrites:
             inputs += plain_q
         if self.op == STORE:
-            written = query if recipe.quantize_query else 0
+            written = query if rewrites else 0
             return inputs + rows * layout.bytes_per_token + written
         attention = sum(self.lengths) * layout.bytes_per_token + query + plain_q
         return attention + (inputs if self.store else 0)

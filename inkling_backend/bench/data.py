@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from inkling_backend.attention import AttentionRunner, AttentionSpec, LayerAttention
-from inkling_backend.bench.cases import Case, Heads
+from inkling_backend.bench.cases import Case, Heads, parse_recipe
 from inkling_backend.cache import KVCachePool
 from inkling_backend.env import Extend
 from inkling_backend.formats import Recipe
-from inkling_backend.formats.layout import CacheLayout
 
 # Bytes that a captured graph reads before it comes back to the first: far more than any L2 cache.
 ROTATE_BYTES = 1_200_000_000
@@ -166,9 +165,19 @@ class Lab:
             wanted = min(wanted, int(free * MEMORY_SHARE) // bytes_per_layer)
         return max(1, min(wanted, MOST_LAYERS))
 
-    def pool(self, layout: CacheLayout, num_layers: int, num_pages: int) -> KVCachePool:
-        """An empty pool with global scales that fit the data."""
-        pool = KVCachePool(layout, num_layers, num_pages, self.device)
+    def pool(self, recipe: Recipe, num_layers: int, num_pages: int) -> KVCachePool:
+        """An empty pool with global scales that fit the data, and centers that are not zero."""
+        transforms = parse_recipe(recipe.name)[1]
+        pool = KVCachePool(
+            self.heads.layout(recipe),
+            num_layers,
+            num_pages,
+            self.device,
+            centers="center" in transforms,
+            rotates="rotate" in transforms,
+        )
+        if pool.k_center is not None:
+            pool.k_center.fill_(0.25)
         for scale in (pool.k_global, pool.v_global):
             if scale is not None:
                 scale.fill_(GLOBAL_SCALE)
@@ -180,7 +189,7 @@ class Lab:
         layout = runner.spec.layout
         slots_per_layer = num_pages * layout.page_size
         layers = self.layers(slots_per_layer * layout.bytes_per_token, rotate=rotate)
-        pool = self.pool(layout, layers, num_pages)
+        pool = self.pool(recipe, layers, num_pages)
         slots = torch.arange(layout.page_size, slots_per_layer, device=self.device)
         for chunk in slots.tensor_split(-(-len(slots) // _CHUNK)):
             shape = (len(chunk), heads.kv_heads, heads.head_dim)
@@ -219,7 +228,7 @@ def store_inputs(lab: Lab, recipe: Recipe, case: Case, *, rotate: bool) -> Store
     q = randn(tokens, heads.q_heads, heads.head_dim, device=device)
     # A tensor for each layer: a slice of one would not be aligned as the engine's is.
     return StoreInputs(
-        lab.pool(layout, layers, num_pages),
+        lab.pool(recipe, layers, num_pages),
         [(k.clone(), v.clone(), q.clone()) for _ in range(layers)],
         [
             torch.randperm((num_pages - 1) * page, device=device)[:tokens] + page

@@ -69,7 +69,7 @@ def _attention(lab: Lab, recipe: Recipe, case: Case, rotate: bool) -> Prepared:
             *(batch.slot_table, batch.rows, batch.seq_lens, batch.qo_indptr),
             *([case.new_tokens] * case.batch, batch.lens),
         )
-    query = Query.quantize(q) if recipe.quantize_query else Query(q)
+    query = runner.query(pool.layer(0), q)
 
     def launch(i: int) -> None:
         cache = pool.layer(i)
@@ -86,7 +86,7 @@ def _attention(lab: Lab, recipe: Recipe, case: Case, rotate: bool) -> Prepared:
 
 
 def _store(lab: Lab, recipe: Recipe, case: Case, rotate: bool) -> Prepared:
-    runner, layout = lab.runner(recipe), lab.heads.layout(recipe)
+    runner = lab.runner(recipe)
     inputs = store_inputs(lab, recipe, case, rotate=rotate)
     pool, last = inputs.pool, inputs.pool.num_layers - 1
     newest: list[Query] = []
@@ -100,7 +100,7 @@ def _store(lab: Lab, recipe: Recipe, case: Case, rotate: bool) -> Prepared:
             tensor.view(torch.uint8).fill_(_POISON)
 
     def check() -> None:
-        expected = lab.pool(layout, 1, pool.num_pages)
+        expected = lab.pool(recipe, 1, pool.num_pages)
         for tensor in layer_tensors(expected, 0):
             tensor.view(torch.uint8).fill_(_POISON)
         k, v, q = inputs.rows[last]

@@ -78,7 +78,7 @@ class Peers:
         build = peer.build(case.op)
         assert build is not None
         batch = make_batch(case, 0, lab.device)
-        pool = lab.pool(heads.layout(get_recipe("bf16")), 1, batch.num_pages)
+        pool = lab.pool(get_recipe("bf16"), 1, batch.num_pages)
         q = randn(case.batch * case.new_tokens, heads.q_heads, heads.head_dim, device=lab.device)
         pages = make_pages(lab, peer, [pool.layer(0)], case)
         return build(Inputs(lab, case, batch, q, pages))

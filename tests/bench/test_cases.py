@@ -93,6 +93,17 @@ def test_bytes_of_decode_are_the_cache_the_query_and_the_output() -> None:
     assert stored.bytes(get_recipe("bf16")) - case.bytes(get_recipe("bf16")) == 64 * (4096 + 8)
 
 
+def test_keys_under_a_transform() -> None:
+    recipe, transforms = cases.parse_recipe("mxfp8-nvfp4+center+rotate")
+    assert (recipe.name, recipe.k.name) == ("mxfp8-nvfp4+center+rotate", "mxfp8")
+    assert transforms == {"center", "rotate"}
+    with pytest.raises(UnknownNameError, match="known: center, rotate"):
+        cases.parse_recipe("mxfp8+turn")
+    case, plain = make_case(cases.STORE, "8k", HEADS), get_recipe("nvfp4")
+    rotated = cases.parse_recipe("nvfp4+rotate")[0]
+    assert case.bytes(rotated) - case.bytes(plain) == 8192 * 32 * 128 * 4, "Q is read and written"
+
+
 def test_bytes_of_store() -> None:
     case = make_case(cases.STORE, "8k", HEADS)
     assert case.bytes(get_recipe("bf16")) == 8192 * (4096 + 8 + 4096)

@@ -13,6 +13,7 @@ from inkling_backend.bench.cases import (
     STORE,
     VERIFY,
     Case,
+    parse_recipe,
 )
 from inkling_backend.bench.data import layer_tensors
 from inkling_backend.bench.ops import prepare
@@ -28,10 +29,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", RECIPE_NAMES)
+@pytest.mark.parametrize("name", [*RECIPE_NAMES, "mxfp8+center+rotate", "nvfp4+rotate"])
 @pytest.mark.parametrize("case", CASES)
 def test_every_operation_passes(case: str, name: str, device: torch.device) -> None:
-    prepared = prepare(make_lab(device), get_recipe(name), CASES[case], rotate=False)
+    prepared = prepare(make_lab(device), parse_recipe(name)[0], CASES[case], rotate=False)
     last = prepared.calls - 1
     prepared.launch(last)
     prepared.poison()
@@ -69,8 +70,8 @@ def test_a_wrong_head_fails(device: torch.device) -> None:
 
 
 def test_a_wrong_byte_fails(device: torch.device) -> None:
-    lab, layout = make_lab(device), HEADS.layout(get_recipe("mxfp8"))
-    one, other = lab.pool(layout, 2, 3), lab.pool(layout, 1, 3)
+    lab, recipe = make_lab(device), get_recipe("mxfp8")
+    one, other = lab.pool(recipe, 2, 3), lab.pool(recipe, 1, 3)
     gate.check_bytes(one, 1, other)
     for tensor in layer_tensors(one, 1):
         tensor.view(-1)[5] += 1
