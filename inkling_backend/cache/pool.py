@@ -63,7 +63,9 @@ class KVCachePool:
         """Allocates every buffer.
 
         Args:
-            allocate: called like `torch.zeros`; must give zeroed memory (a byte of 0xFF is a NaN).
+            allocate: called like `torch.zeros` for what grows with the pool; must give zeroed
+                memory (a byte of 0xFF is a NaN) where attention reads the pages. Its contents may
+                get lost while no token is kept, those of the global scales may not.
         """
         self.layout = layout
         self.num_layers = num_layers
@@ -72,7 +74,7 @@ class KVCachePool:
         def global_scales(side: SideLayout) -> torch.Tensor | None:
             if not side.format.has_global_scale:
                 return None
-            return allocate((num_layers,), dtype=torch.float32, device=device).fill_(1.0)
+            return torch.ones(num_layers, dtype=torch.float32, device=device)
 
         def data(side: SideLayout) -> torch.Tensor:
             shape = layout.data_shape(side, num_pages)

@@ -78,15 +78,9 @@ class InklingKVPool(MHATokenToKVPool):
             )
         slots = self.size + self.page_size
         assert slots % self.page_size == 0, (self.size, self.page_size)
-        custom_pool = (
-            torch.cuda.use_mem_pool(self.custom_mem_pool)
-            if self.enable_custom_mem_pool
-            else nullcontext()
+        self.pages = KVCachePool(
+            self.layout, self.layer_num, slots // self.page_size, self.device, self._allocate
         )
-        with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE), custom_pool:
-            self.pages = KVCachePool(
-                self.layout, self.layer_num, slots // self.page_size, self.device
-            )
         layers = [self.pages.layer(i) for i in range(self.layer_num)]
         self.k_buffer = [layer.k_data for layer in layers]
         self.v_buffer = [layer.v_data for layer in layers]
@@ -96,6 +90,16 @@ class InklingKVPool(MHATokenToKVPool):
         self.store_dtype = self.layout.k_format.data_dtype
         self._kv_buffer_descs = self._build_kv_buffer_descs()
         self._init_data_ptrs_and_strides()
+
+    def _allocate(self, *shape: Any, **options: Any) -> torch.Tensor:
+        """`torch.zeros` in memory that the engine can take away while the server sleeps."""
+        custom_pool = (
+            torch.cuda.use_mem_pool(self.custom_mem_pool)
+            if self.enable_custom_mem_pool
+            else nullcontext()
+        )
+        with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE), custom_pool:
+            return torch.zeros(*shape, **options)
 
     def _clear_buffers(self) -> None:
         del self.pages, self.k_buffer, self.v_buffer
