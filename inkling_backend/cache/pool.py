@@ -6,7 +6,7 @@ Whatever moves, copies or exports a token takes its scales along.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -127,11 +127,9 @@ class KVCachePool:
         """Every buffer that grows with the pool: what a transfer of pages must take along."""
         found = []
         for i, cache in enumerate(self._layers):
-            for name in ("k_data", "k_scale", "v_data", "v_scale"):
-                tensor = getattr(cache, name)
-                if tensor is not None:
-                    per_page = tensor.nbytes // self.num_pages if self.num_pages else 0
-                    found.append(Buffer(f"layer{i}.{name}", tensor, per_page))
+            for name, tensor in _parts(cache).items():
+                per_page = tensor.nbytes // self.num_pages if self.num_pages else 0
+                found.append(Buffer(f"layer{i}.{name}", tensor, per_page))
         return found
 
     def copy_slots(self, dst: torch.Tensor, src: torch.Tensor) -> None:
@@ -151,6 +149,38 @@ class KVCachePool:
                 self._flat(cache), self._indices(dst), self._indices(src), strict=True
             ):
                 tensor[to] = tensor[where]
+
+    def copy_pages(
+        self,
+        to: Sequence[int],
+        source: KVCachePool,
+        pages: Sequence[int],
+        layers: Iterable[int] | None = None,
+    ) -> None:
+        """Copies whole pages, scales included, from another pool, which may be on another device.
+
+        Neighbours are copied at once. Between a GPU and pinned memory nothing waits for the copies:
+        they are done when the current stream is.
+
+        Args:
+            to, pages: pages of this pool, and those of ``source`` that come there; on the host.
+            source: a pool of the same layout.
+            layers: layers to copy; None for all.
+        """
+        if len(to) != len(pages):
+            raise InvalidTensorError("pages", "pages to copy:", len(to), len(pages))
+        if (source.layout, source.num_layers) != (self.layout, self.num_layers):
+            got = f"{source.num_layers} layers of {source.layout}"
+            raise InvalidTensorError("source", "layers and layout of", self.layout, got)
+        runs = _runs(to, pages)
+        for layer in range(self.num_layers) if layers is None else layers:
+            origins = _parts(source._layers[layer])
+            for name, target in _parts(self._layers[layer]).items():
+                target = target.view(self.num_pages, -1)
+                origin = origins[name].view(source.num_pages, -1)
+                for first, from_first, count in runs:
+                    there = slice(from_first, from_first + count)
+                    target[first : first + count].copy_(origin[there], non_blocking=True)
 
     def export_slots(self, slots: torch.Tensor) -> list[SlotRows]:
         """The bytes of some tokens in every layer, in CPU memory.
@@ -204,3 +234,20 @@ class KVCachePool:
             if side.format.block:
                 found.append(self.layout.scale_offsets(side, slots))
         return found
+
+
+def _parts(cache: LayerCache) -> dict[str, torch.Tensor]:
+    """The buffers of a layer that grow with the pool."""
+    parts = {name: getattr(cache, name) for name in ("k_data", "k_scale", "v_data", "v_scale")}
+    return {name: tensor for name, tensor in parts.items() if tensor is not None}
+
+
+def _runs(to: Sequence[int], pages: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(first target, first source, pages) of neighbours that stay neighbours."""
+    runs: list[tuple[int, int, int]] = []
+    for target, origin in zip(to, pages, strict=True):
+        if runs and (target, origin) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
+            runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
+        else:
+            runs.append((target, origin, 1))
+    return runs

@@ -141,6 +141,53 @@ def test_export_and_import_round_trip(k: str, v: str) -> None:
     assert other.export_slots(torch.tensor([8]))[2].k.data.count_nonzero() == 0
 
 
+def contents(pool: KVCachePool) -> list[torch.Tensor]:
+    """Bytes of every buffer, ``[pages, bytes of a page]``."""
+    return [each.tensor.view(pool.num_pages, -1).view(torch.uint8) for each in pool.buffers()]
+
+
+@pytest.mark.parametrize("page", [32, 128])
+@pytest.mark.parametrize(("k", "v"), PAIRS)
+def test_pages_make_a_round_trip_with_their_scales(k: str, v: str, page: int) -> None:
+    """To a pool of another size, as the host tier has one, and back into other pages."""
+    device, host = make_pool(k, v, page, pages=7), make_pool(k, v, page, pages=9)
+    fill(device)
+    before = [each.clone() for each in contents(device)]
+    host.copy_pages([8, 2, 3, 4], device, [1, 4, 5, 6])
+    for tensor in contents(device):
+        tensor.fill_(0xFF)
+    device.copy_pages([1, 2, 3, 6], host, [3, 4, 8, 2])
+    for was, now in zip(before, contents(device), strict=True):
+        assert torch.equal(now[[1, 2, 3, 6]], was[[5, 6, 1, 4]])
+        assert (now[[0, 4, 5]] == 0xFF).all()
+
+
+def test_pages_of_one_layer_are_copied_alone() -> None:
+    source, target = make_pool("mxfp8", "nvfp4"), make_pool("mxfp8", "nvfp4")
+    fill(source)
+    before = [each.clone() for each in contents(target)]
+    target.copy_pages([2], source, [3], layers=[1])
+    for name, was, now, origin in zip(
+        [each.name for each in target.buffers()],
+        before,
+        contents(target),
+        contents(source),
+        strict=True,
+    ):
+        if name.startswith("layer1."):
+            assert torch.equal(now[2], origin[3])
+            was[2] = origin[3]
+        assert torch.equal(now, was)
+
+
+def test_wrong_copies_of_pages_are_refused() -> None:
+    pool = make_pool("mxfp8", "mxfp8")
+    with pytest.raises(InvalidTensorError, match="pages"):
+        pool.copy_pages([1, 2], make_pool("mxfp8", "mxfp8"), [1])
+    with pytest.raises(InvalidTensorError, match="source"):
+        pool.copy_pages([1], make_pool("mxfp8", "mxfp8", page=32), [1])
+
+
 def test_wrong_copies_are_refused() -> None:
     pool = make_pool("mxfp8", "mxfp8")
     with pytest.raises(InvalidTensorError, match="src"):

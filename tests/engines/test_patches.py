@@ -182,9 +182,12 @@ def test_parameters_of_hooked_functions(tree: Path) -> None:
         "_build_mha_kv_pool": ["self"],
         "configure_kv_cache_dtype": [],
     }
+    if _is_new(tree):
+        expected["build_kv_host_pool"] = []
     keywords = {
         "_build_mha_kv_pool": {"max_total_num_tokens", "mha_pool_class", "quant_method"},
         "configure_kv_cache_dtype": {"server_args_kv_cache_dtype", "model_dtype"},
+        "build_kv_host_pool": {"kv_pool", "page_size", "host_size", "mtp_draft_device_pools"},
     }
     checked = set()
     for patch in wanted(_is_new(tree)):

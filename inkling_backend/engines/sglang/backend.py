@@ -262,15 +262,14 @@ class InklingAttnBackend(AttentionBackend):
         return known
 
     def _layer(self, layer_id: int) -> LayerCache:
+        pool = self.pool
+        if isinstance(pool, InklingKVPool):
+            return pool.layer(layer_id)
+        # Asked for in every call: the pool waits for what a host tier loads into the layer.
+        buffers = pool.get_kv_buffer(layer_id)
         cache = self._layers.get(layer_id)
         if cache is None:
-            pool = self.pool
-            cache = (
-                pool.layer(layer_id)
-                if isinstance(pool, InklingKVPool)
-                else LayerCache(self.layout, *pool.get_kv_buffer(layer_id))
-            )
-            self._layers[layer_id] = cache
+            cache = self._layers[layer_id] = LayerCache(self.layout, *buffers)
         return cache
 
 

@@ -87,6 +87,11 @@ def _prepare(server_args: Any, previous: Callable[[Any], None]) -> None:
         versions.set_fields(server_args, page_size=DEFAULT_PAGE_SIZE)
     # One pool holds the pages of all layers, also of those with a window.
     versions.set_fields(server_args, disable_hybrid_swa_memory=True)
+    bf16 = KV_CACHE_DTYPES.get(view.kv_cache_dtype) == "bf16"
+    if getattr(view, "enable_hierarchical_cache", False) and not bf16:
+        # The host pool has one layout and copies by itself, by page numbers on the host.
+        host_tier = {"hicache_io_backend": "direct", "hicache_mem_layout": "layer_first"}
+        versions.set_fields(server_args, **host_tier)
     view = versions.view(server_args)
     model = versions.model_config(server_args)
     reasons = argument_reasons(
@@ -96,6 +101,7 @@ def _prepare(server_args: Any, previous: Callable[[Any], None]) -> None:
         model,
         capability=versions.gpu_capability(view.device),
         cpu_supported=versions.runs_on_cpu(),
+        host_tier_supported=versions.has_host_pools(),
         tp_size=versions.attention_tp_size(view),
         traits=versions.model_traits(model),
     )
@@ -210,6 +216,16 @@ def _calculate_pool_sizes(configurator: Any, available_bytes: int, page_size: in
     return (configurator, max(0, available_bytes - reserved), page_size), {}
 
 
+def _build_kv_host_pool(original: Callable[..., Any], **kwargs: Any) -> Any:
+    from inkling_backend.engines.sglang.pool import InklingKVPool
+
+    if not isinstance(kwargs["kv_pool"], InklingKVPool):
+        return original(**kwargs)
+    from inkling_backend.engines.sglang.host_pool import build
+
+    return build(**kwargs)
+
+
 def _get_last_loc(
     original: Callable[..., Any], req_to_token: Any, req_pool_indices: Any, prefix_lens: Any
 ) -> Any:
@@ -259,6 +275,9 @@ PATCHES: tuple[Patch, ...] = (
     Patch(f"{_SIZER}.calculate_pool_sizes", "before", _calculate_pool_sizes,
           "keeps the runner's workspace, allocated after the pool, out of the pool's share",
           until="the engine asks attention backends for their workspace"),
+    Patch("sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler.build_kv_host_pool", "around",
+          _build_kv_host_pool,
+          "the host tier's pool: the engine's own would leave the scales behind", since="0.5.23"),
     Patch("sglang.srt.mem_cache.allocation.get_last_loc", "around", _get_last_loc,
           "runs a Triton kernel on CPU tensors for every backend but torch_native",
           until="the engine asks the device instead of the backend's name"),

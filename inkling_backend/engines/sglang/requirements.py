@@ -34,7 +34,11 @@ _WHOLE = "set --chunked-prefill-size -1 and --disable-radix-cache"
 # Field of the arguments, whether its value asks for the feature, what the feature is.
 _UNSUPPORTED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("speculative_algorithm", bool, "speculative decoding (--speculative-algorithm)"),
-    ("enable_hierarchical_cache", bool, "HiCache (--enable-hierarchical-cache)"),
+    (
+        "hicache_storage_backend",
+        bool,
+        "a storage backend behind HiCache (--hicache-storage-backend)",
+    ),
     ("enable_lmcache", bool, "LMCache (--enable-lmcache)"),
     ("enable_flexkv", bool, "FlexKV (--enable-flexkv)"),
     (
@@ -115,6 +119,7 @@ def argument_reasons(
     *,
     capability: tuple[int, int] | None,
     cpu_supported: bool = True,
+    host_tier_supported: bool = True,
     tp_size: int = 1,
     traits: Iterable[str] = (),
 ) -> list[str]:
@@ -128,6 +133,7 @@ def argument_reasons(
         model: the engine's model configuration.
         capability: compute capability of the GPU, None without one.
         cpu_supported: whether this engine version can run on CPU with pages.
+        host_tier_supported: whether this engine version lets a pool bring its own host tier.
         tp_size: ranks that share the attention heads.
         traits: other kinds of model that the engine recognised and the backend cannot serve.
     """
@@ -138,6 +144,7 @@ def argument_reasons(
         *(f"the model has {trait}, which are not supported: {_OTHER}" for trait in traits),
         *_attention_reasons(arguments, flags, model, capability, tp_size),
         *_feature_reasons(arguments),
+        *_host_tier_reasons(arguments, host_tier_supported),
     ]
 
 
@@ -276,6 +283,12 @@ def _feature_reasons(arguments: Any) -> list[str]:
             "--cuda-graph-backend-prefill full is not supported: use breakable or disabled"
         )
     return reasons
+
+
+def _host_tier_reasons(arguments: Any, supported: bool) -> list[str]:
+    if not supported and getattr(arguments, "enable_hierarchical_cache", False):
+        return ["HiCache (--enable-hierarchical-cache) needs SGLang 0.5.23 or newer"]
+    return []
 
 
 def takes_whole_prompts(arguments: Any) -> bool:
