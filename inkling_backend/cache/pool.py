@@ -30,6 +30,11 @@ class Buffer(NamedTuple):
     tensor: torch.Tensor
     bytes_per_page: int
 
+    @property
+    def part(self) -> str:
+        """``k_data``, ``k_scale``, ``v_data`` or ``v_scale``."""
+        return self.name.partition(".")[2]
+
 
 class SlotRows(NamedTuple):
     """Some tokens of one layer as they are stored.
@@ -131,6 +136,15 @@ class KVCachePool:
                 per_page = tensor.nbytes // self.num_pages if self.num_pages else 0
                 found.append(Buffer(f"layer{i}.{name}", tensor, per_page))
         return found
+
+    def transfers(self) -> list[Buffer]:
+        """`buffers` as an engine describes a pool to another: K's of all layers, then V's.
+
+        The data of all layers come before their scales. A peer of the same layout has the same
+        list; page by page, entry i goes to its entry i.
+        """
+        parts = sorted({buffer.part for buffer in self.buffers()})
+        return [each for part in parts for each in self.buffers() if each.part == part]
 
     def copy_slots(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Copies tokens, scales included, from slots ``src`` to slots ``dst``, in every layer.

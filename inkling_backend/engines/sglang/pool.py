@@ -174,9 +174,18 @@ class InklingKVPool(MHATokenToKVPool):
     def _get_value_buffer(self, layer_id: int) -> NoReturn:
         self._refuse("the value buffer as plain rows")
 
-    def get_contiguous_buf_infos(self) -> NoReturn:
-        """Refused: the transfer would drop the scales."""
-        self._refuse("KV transfer")
+    def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
+        """Addresses, bytes and bytes of a page of every buffer, scales included.
+
+        In the order of `KVCachePool.transfers`, so that the first half is of K. Global scales are
+        not among them: they are the same in every process.
+        """
+        buffers = self.pages.transfers()
+        return (
+            [buffer.tensor.data_ptr() for buffer in buffers],
+            [buffer.tensor.nbytes for buffer in buffers],
+            [buffer.bytes_per_page for buffer in buffers],
+        )
 
     def get_device_pool_infos(self) -> NoReturn:
         """Refused: the host tier would drop the scales."""
