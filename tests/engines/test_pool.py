@@ -16,6 +16,7 @@ from inkling_backend.formats import RECIPES
 from inkling_backend.formats.layout import CacheLayout
 
 SIZE, PAGE, LAYERS = 256, 64, 3
+MEMORY = SimpleNamespace(hicache_ratio=2.0, hicache_size=0)
 PACKAGE = "inkling_backend.engines.sglang"
 
 
@@ -50,6 +51,7 @@ class EnginePool:
         self.size, self.page_size, self.layer_num, self.device = SIZE, PAGE, LAYERS, "cpu"
         self.post_capture_active = self.use_hnd = self.enable_custom_mem_pool = False
         self.memory_saver_adapter, self.start_layer = memory_saver, start_layer
+        self.end_layer = start_layer + LAYERS
         self.layer_transfer_counter: Any = None
         self._create_buffers()
 
@@ -63,21 +65,53 @@ class EnginePool:
         pass
 
 
+class EngineHostPool:
+    """The part of the engine's ``HostKVCache`` that our host pool builds on."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options, self.device, self.allocator = options, options["device"], "allocator"
+        self.page_size, self.pin_memory = options["page_size"], options["pin_memory"]
+        tokens = int(options["device_capacity_tokens"] * options["host_to_device_ratio"])
+        self.page_num = tokens // self.page_size + 1
+        self.kv_buffer = self.init_kv_buffer()
+
+    def init_kv_buffer(self) -> list[torch.Tensor]:
+        raise NotImplementedError
+
+    def destroy(self) -> None:
+        self.kv_buffer = []
+
+
+def allocate_on_host(
+    shape: tuple[int, ...], dtype: torch.dtype, device: str, pin_memory: bool, allocator: str
+) -> torch.Tensor:
+    assert (pin_memory, allocator) == (False, "allocator")
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> None:
     contents: dict[str, dict[str, Any]] = {
         "constants": {"GPU_MEMORY_TYPE_KV_CACHE": "kv_cache"},
         "mem_cache.memory_pool": {"MHATokenToKVPool": EnginePool, "unwrap_write_loc": None},
+        "mem_cache.pool_host": {"HostKVCache": EngineHostPool},
+        "mem_cache.pool_host.common": {"ALLOC_MEMORY_FUNCS": {"cpu": allocate_on_host}},
+        "runtime_context": {"get_memory": lambda: MEMORY},
         "layers.attention.base_attn_backend": {"AttentionBackend": object},
         "layers.radix_attention": {"RadixAttention": object},
     }
-    for name, content in contents.items():
+    for name in contents:
         parts = f"sglang.srt.{name}".split(".")
         for i in range(1, len(parts) + 1):
             module = ".".join(parts[:i])
             monkeypatch.setitem(sys.modules, module, ModuleType(module))
+    for name, content in contents.items():
         vars(sys.modules[f"sglang.srt.{name}"]).update(content)
-    for name in ("pool", "backend"):  # forgotten afterwards: they are built on the fakes
+    for name in (
+        "pool",
+        "backend",
+        "host_pool",
+    ):  # forgotten afterwards: they are built on the fakes
         monkeypatch.delitem(sys.modules, f"{PACKAGE}.{name}", raising=False)
         importlib.import_module(f"{PACKAGE}.{name}")
         monkeypatch.setitem(sys.modules, f"{PACKAGE}.{name}", sys.modules.pop(f"{PACKAGE}.{name}"))
@@ -151,3 +185,62 @@ def test_the_engines_own_pool_is_asked_in_every_call_too() -> None:
     backend.layout = layout
     assert backend._layer(1) is backend._layer(1)
     assert asked == [1, 1]
+
+
+def make_host_pool(pool: Any) -> Any:
+    module: Any = sys.modules[f"{PACKAGE}.host_pool"]
+    return module.build(kv_pool=pool, page_size=PAGE, use_mla=False)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "kvfp4", "mxfp8-nvfp4"])
+@pytest.mark.usefixtures("engine")
+def test_the_host_tier_keeps_every_byte(recipe: str) -> None:
+    """Pages go to the host in all layers, and come back layer by layer into other pages."""
+    device = make_pool(recipe)
+    host = make_host_pool(device)
+    assert host.page_num == 2 * SIZE // PAGE + 1
+    for buffer in device.pages.buffers():
+        buffer.tensor.view(torch.uint8).random_(0, 256)
+
+    def pages(*numbers: int) -> torch.Tensor:
+        return torch.cat([page * PAGE + torch.arange(PAGE) for page in numbers])
+
+    def contents() -> list[torch.Tensor]:
+        return [
+            each.tensor.view(torch.uint8).view(SIZE // PAGE + 1, -1).clone()
+            for each in device.pages.buffers()
+        ]
+
+    before = contents()
+    host.backup_from_device_all_layer(device, pages(8, 0, 1), pages(2, 3, 4), "direct")
+    for buffer in device.pages.buffers():
+        buffer.tensor.view(torch.uint8).fill_(0)
+    for layer in range(LAYERS):
+        host.load_to_device_per_layer(device, pages(0, 1, 8), pages(1, 2, 4), layer, "direct")
+    for was, now in zip(before, contents(), strict=True):
+        assert torch.equal(now[[1, 2, 4]], was[[3, 4, 2]])
+        assert not now[[0, 3]].any()
+
+
+@pytest.mark.usefixtures("engine")
+def test_the_host_tiers_memory_is_what_it_says() -> None:
+    device = make_pool("mxfp8")
+    host = make_host_pool(device)
+    held = sum(tensor.nbytes for tensor in host.kv_buffer)
+    assert held == host.get_size_per_token() * host.page_num * PAGE
+    assert host.options["size_per_token"] == host.get_size_per_token()
+    host.destroy()
+    assert not hasattr(host, "pages")
+
+
+@pytest.mark.usefixtures("engine")
+def test_storage_behind_the_host_tier_is_refused() -> None:
+    host = make_host_pool(make_pool("nvfp4"))
+    for use in (
+        lambda: host.storage_format_tag,
+        lambda: host.get_data_page(0),
+        lambda: host.get_dummy_flat_data_page(),
+        lambda: host.set_from_flat_data_page(0, torch.zeros(1)),
+    ):
+        with pytest.raises(NotImplementedError, match="storage backend"):
+            use()

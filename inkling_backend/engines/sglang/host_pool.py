@@ -156,21 +156,14 @@ class InklingHostPool(HostKVCache):
         """Pages of page-aligned slots, in their order."""
         return (indices[:: self.page_size] // self.page_size).tolist()
 
-    def _refuse_storage(self) -> NoReturn:
-        raise NotImplementedError("a storage backend behind HiCache is not supported")
-
-    def get_data_page(self, index: Any, flat: bool = True) -> NoReturn:
-        """Refused, as every storage backend is at the start of the server."""
+    @property
+    def storage_format_tag(self) -> NoReturn:
+        """Asked for when a storage backend is attached, at the start or while running: refused."""
         self._refuse_storage()
 
-    def get_dummy_flat_data_page(self) -> NoReturn:
-        """Refused."""
-        self._refuse_storage()
+    def _refuse_storage(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(
+            "a storage backend behind HiCache is not supported: it would not know pages with scales"
+        )
 
-    def set_from_flat_data_page(self, index: int, data_page: torch.Tensor) -> NoReturn:
-        """Refused."""
-        self._refuse_storage()
-
-    def get_page_buffer_meta(self, indices: torch.Tensor) -> NoReturn:
-        """Refused."""
-        self._refuse_storage()
+    get_data_page = get_dummy_flat_data_page = set_from_flat_data_page = _refuse_storage
