@@ -45,6 +45,11 @@ class Probe:
     @property
     def pool(self) -> dict[str, Any]:
         """``bytes_per_token`` of sizing; ``tokens``, ``page_size`` and ``nbytes`` of the pool."""
+        return self.pools[0]
+
+    @property
+    def pools(self) -> list[dict[str, Any]]:
+        """The same of every pool: one for all layers, or a second one for layers with a window."""
         return json.loads(self._file.read_text())
 
     @property
@@ -75,14 +80,25 @@ def _report(result: object, runner: Any, *args: object, **kwargs: object) -> Non
 
     pool = runner.token_to_kv_pool
     sizing = create_memory_pool_configurator(runner.kv_cache_configurator)
-    content = {
-        "bytes_per_token": sizing._cell_size,
-        "tokens": pool.size,
-        "page_size": pool.page_size,
-        "nbytes": sum(_storages(pool, set()).values()),
-    }
+    parts, sizes = [pool], [sizing._cell_size]
+    if hasattr(pool, "swa_kv_pool"):
+        parts = [pool.full_kv_pool, pool.swa_kv_pool]
+        sizes = [
+            sizing._full_per_token * sizing._full_layers_num,
+            sizing._swa_per_token * sizing._swa_layers_num,
+        ]
+        assert sizing._cell_size == sizes[0] + sizing._swa_full_tokens_ratio * sizes[1]
+    content = [
+        {
+            "bytes_per_token": size,
+            "tokens": part.size,
+            "page_size": part.page_size,
+            "nbytes": sum(_storages(part, set()).values()),
+        }
+        for part, size in zip(parts, sizes, strict=True)
+    ]
     Path(os.environ[_FILE]).write_text(json.dumps(content))
-    _runners.append((pool, _page_0(pool)))
+    _runners.extend((part, _page_0(part)) for part in parts)
 
 
 def _page_0(pool: Any) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +25,8 @@ class DecodePlan:
         seq_lens: ``[batch]`` int32, on the device, new tokens included. 0 for a row that is
             padding: its output is zero.
         work: what the decode kernels have to do; None for the reference implementation.
+        mapped_table: pages of the same tokens in another pool, as ``page_table``; page 0 where
+            there is none. None without a slot map.
     """
 
     batch: int
@@ -32,6 +34,11 @@ class DecodePlan:
     page_table: torch.Tensor
     seq_lens: torch.Tensor
     work: WorkList | None
+    mapped_table: torch.Tensor | None = None
+
+    def mapped(self) -> DecodePlan:
+        """The same batch for layers whose pages lie in the other pool."""
+        return replace(self, page_table=_there(self.mapped_table), mapped_table=None)
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,7 @@ class ExtendPlan:
         seq_lens: ``[batch]`` int32, on the device, new tokens included.
         qo_indptr: ``[batch + 1]`` int32, on the device: a request's first query row.
         rounds: on the host; empty where nothing attends over copies.
+        mapped_table: as in `DecodePlan`.
     """
 
     batch: int
@@ -53,3 +61,13 @@ class ExtendPlan:
     seq_lens: torch.Tensor
     qo_indptr: torch.Tensor
     rounds: tuple[Round, ...] = ()
+    mapped_table: torch.Tensor | None = None
+
+    def mapped(self) -> ExtendPlan:
+        """The same batch for layers whose pages lie in the other pool."""
+        return replace(self, page_table=_there(self.mapped_table), mapped_table=None)
+
+
+def _there(mapped_table: torch.Tensor | None) -> torch.Tensor:
+    assert mapped_table is not None, "planned without a slot map"
+    return mapped_table

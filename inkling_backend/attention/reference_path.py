@@ -35,9 +35,10 @@ class ReferencePath:
         seq_lens: torch.Tensor,
         batch: int,
         q_len: int,
+        slot_map: torch.Tensor | None,
     ) -> DecodePlan:
-        page_table, seq_lens = self._tables(slot_table, rows[:batch], seq_lens[:batch])
-        return DecodePlan(batch, q_len, page_table, seq_lens, None)
+        pages, lens, mapped = self._tables(slot_table, rows[:batch], seq_lens[:batch], slot_map)
+        return DecodePlan(batch, q_len, pages, lens, None, mapped)
 
     def plan_extend(
         self,
@@ -47,10 +48,17 @@ class ReferencePath:
         qo_indptr: torch.Tensor,
         q_lens: Sequence[int],
         kv_lens: Sequence[int],
+        slot_map: torch.Tensor | None,
     ) -> ExtendPlan:
-        page_table, seq_lens = self._tables(slot_table, rows, seq_lens)
-        max_q_len = max(q_lens, default=0)
-        return ExtendPlan(rows.shape[0], max_q_len, page_table, seq_lens, qo_indptr.to(torch.int32))
+        pages, lens, mapped = self._tables(slot_table, rows, seq_lens, slot_map)
+        return ExtendPlan(
+            rows.shape[0],
+            max(q_lens, default=0),
+            pages,
+            lens,
+            qo_indptr.to(torch.int32),
+            mapped_table=mapped,
+        )
 
     def store(
         self,
@@ -79,9 +87,19 @@ class ReferencePath:
         attend(query, cache, plan.page_table, plan.seq_lens, qo_indptr, layer=layer, out=out)
 
     def _tables(
-        self, slot_table: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(page table, lengths) as `kernels.plan` makes them."""
-        first_slots = slot_table[rows.long(), : self._max_context : self._page]
-        pages = first_slots.clamp(min=0) // self._page
-        return pages.to(torch.int32), seq_lens.clamp(0, self._max_context).to(torch.int32)
+        self,
+        slot_table: torch.Tensor,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        slot_map: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """(page table, lengths, mapped table) as `kernels.plan` makes them."""
+        lens = seq_lens.clamp(0, self._max_context).to(torch.int32)
+        slots = slot_table[rows.long(), : self._max_context : self._page].clamp(min=0)
+        starts = torch.arange(slots.shape[1], device=slots.device) * self._page
+        # Beyond a request's length the slot table may hold anything.
+        slots = torch.where(starts < lens[:, None], slots, 0)
+        mapped = None
+        if slot_map is not None:
+            mapped = (slot_map[slots.long()].clamp(min=0) // self._page).to(torch.int32)
+        return (slots // self._page).to(torch.int32), lens, mapped

@@ -10,11 +10,13 @@ device when the graph replays.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol, overload
+from typing import Any, Protocol, overload
 
 import torch
 
 from inkling_backend import env
+from inkling_backend.attention.fa4 import Attend
+from inkling_backend.attention.fa4 import reasons_against as fa4_reasons_against
 from inkling_backend.attention.plans import DecodePlan, ExtendPlan
 from inkling_backend.attention.reference_path import ReferencePath
 from inkling_backend.attention.spec import AttentionSpec, requirements
@@ -22,7 +24,7 @@ from inkling_backend.errors import InvalidTensorError, UnsupportedError
 from inkling_backend.formats import Query
 from inkling_backend.formats.layer_attention import LayerAttention
 from inkling_backend.formats.layout import LayerCache
-from inkling_backend.kernels.arch import capability_of
+from inkling_backend.kernels.arch import Capability, capability_of
 from inkling_backend.kernels.configs import MAX_GROUP
 
 
@@ -44,6 +46,7 @@ class _Path(Protocol):
         seq_lens: torch.Tensor,
         batch: int,
         q_len: int,
+        slot_map: torch.Tensor | None,
     ) -> DecodePlan: ...
 
     def plan_extend(
@@ -54,6 +57,7 @@ class _Path(Protocol):
         qo_indptr: torch.Tensor,
         q_lens: Sequence[int],
         kv_lens: Sequence[int],
+        slot_map: torch.Tensor | None,
     ) -> ExtendPlan: ...
 
     def store(
@@ -85,6 +89,7 @@ class AttentionRunner:
         max_batch: most requests of a batch.
         max_context: most tokens of a request; longer ones are cut to it rather than overrun memory.
         max_q_len: query tokens that a decode plan may have for each request, beside one.
+        maps_slots: whether some layers have their pages in another pool; plans want a slot map.
         implementation: ``"triton"`` or ``"reference"``, chosen at construction.
     """
 
@@ -97,13 +102,16 @@ class AttentionRunner:
         max_tokens: int,
         device: torch.device | str,
         max_q_len: int = 1,
+        maps_slots: bool = False,
         extend: env.Extend | None = None,
+        fa4: Attend | None = None,
     ) -> None:
         """Allocates every buffer that `plan_decode`, `plan_extend` and `run` will need.
 
         Args:
             max_tokens: tokens that the pool holds; no request is longer.
             extend: what attends in prefill; None for what the environment says (`env.extend`).
+            fa4: FA4's ``flash_attn_varlen_func``, which `env.kernels` may ask for.
 
         Raises:
             UnsupportedError: with every reason, if this attention cannot run on the device.
@@ -122,20 +130,17 @@ class AttentionRunner:
         self.max_batch = max_batch
         self.max_context = min(max_context, max_tokens)
         self.max_q_len = max_q_len
+        self.maps_slots = maps_slots
         self.implementation = env.implementation(self.device.type)
         extend = extend or env.extend()
         self._path: _Path
         if self.implementation == "triton":
-            from inkling_backend.attention import flashinfer_extend
-            from inkling_backend.attention.triton_path import TritonPath
-
             # By the longest context that is allowed, not by what the pool holds, which is unknown
-            # when the memory for these buffers is set aside.
-            flashinfer = flashinfer_extend.chosen(*(extend, spec, max_context, capability))
-            self._path = TritonPath(
-                *(spec, max_batch, self.max_context, max_q_len, self.device),
-                capability=capability,
-                flashinfer=flashinfer,
+            # when the memory for prefill's copies is set aside.
+            prefill = (extend, spec, max_context, capability)
+            sizes = (spec, max_batch, self.max_context, max_q_len, self.device)
+            self._path = _triton_path(
+                *sizes, capability=capability, maps_slots=maps_slots, prefill=prefill, fa4=fa4
             )
         elif extend == "flashinfer":
             reason = "the kernels are plain torch: set INKLING_EXTEND=auto, or run on a GPU"
@@ -171,6 +176,7 @@ class AttentionRunner:
         seq_lens: torch.Tensor,
         batch: int,
         q_len: int = 1,
+        slot_map: torch.Tensor | None = None,
     ) -> DecodePlan:
         """Plans ``q_len`` new tokens for each of ``batch`` requests, causal among themselves.
 
@@ -184,11 +190,15 @@ class AttentionRunner:
                 at least ``q_len``.
             batch: requests.
             q_len: 1 or ``max_q_len``.
+            slot_map: ``[slots]`` int32 or int64, the slot of the same token in the other pool of a
+                runner that ``maps_slots``; whole pages together, 0 where there is none: not needed
+                for tokens that every row's window has passed. `DecodePlan.mapped` reads there.
         """
         self._check_batch(slot_table, rows, seq_lens, batch)
+        self._check_map(slot_map)
         if q_len not in (1, self.max_q_len):
             raise InvalidTensorError("q_len", "one of", (1, self.max_q_len), q_len)
-        return self._path.plan_decode(slot_table, rows, seq_lens, batch, q_len)
+        return self._path.plan_decode(slot_table, rows, seq_lens, batch, q_len, slot_map)
 
     def plan_extend(
         self,
@@ -198,6 +208,7 @@ class AttentionRunner:
         qo_indptr: torch.Tensor,
         q_lens: Sequence[int],
         kv_lens: Sequence[int],
+        slot_map: torch.Tensor | None = None,
     ) -> ExtendPlan:
         """Plans several new tokens per request; the buffers are apart from those of decode.
 
@@ -210,15 +221,19 @@ class AttentionRunner:
             qo_indptr: ``[B + 1]`` int32 or int64, each request's first query row.
             q_lens, kv_lens: of each request its new tokens, as in ``qo_indptr``, and its tokens, as
                 in ``seq_lens`` (a request without new tokens may say anything); on the host.
+            slot_map: as in `plan_decode`.
         """
         batch = rows.shape[0]
         self._check_batch(slot_table, rows, seq_lens, batch)
+        self._check_map(slot_map)
         for name, lengths in (("q_lens", q_lens), ("kv_lens", kv_lens)):
             if len(lengths) != batch:
                 raise InvalidTensorError(name, "lengths of requests:", batch, len(lengths))
         if tuple(qo_indptr.shape) != (batch + 1,):
             raise InvalidTensorError("qo_indptr", "shape", (batch + 1,), tuple(qo_indptr.shape))
-        return self._path.plan_extend(slot_table, rows, seq_lens, qo_indptr, q_lens, kv_lens)
+        return self._path.plan_extend(
+            slot_table, rows, seq_lens, qo_indptr, q_lens, kv_lens, slot_map
+        )
 
     @overload
     def store(
@@ -269,8 +284,9 @@ class AttentionRunner:
 
         Args:
             plan: the batch; `store` has put its new tokens into ``cache``.
-            query: ``[T, query heads, Dk]``; T is ``batch * q_len`` for decode, for extend at least
-                ``qo_indptr[-1]``. Rows from there on are padding and their ``out`` is not written.
+            query: ``[T, query heads, Dk]``, tokens at any stride (`Query.has_dense_rows`); T is
+                ``batch * q_len`` for decode, for extend at least ``qo_indptr[-1]``. Rows from there
+                on are padding and their ``out`` is not written.
             out: ``[T, query heads, Dv]`` or ``[T, query heads * Dv]``, contiguous, model's dtype.
             layer: scale, window, soft-cap, causality and sinks of the layer.
 
@@ -296,9 +312,9 @@ class AttentionRunner:
         data, scale = query
         rows = data.shape[0] if isinstance(plan, ExtendPlan) else plan.batch * plan.q_len
         shape = (rows, self.spec.num_q_heads, self.spec.layout.k_head_dim)
-        if tuple(data.shape) != shape or not data.is_contiguous():
+        if tuple(data.shape) != shape or not query.has_dense_rows:
             got = f"{tuple(data.shape)} with strides {data.stride()}"
-            raise InvalidTensorError("query", "contiguous shape", shape, got)
+            raise InvalidTensorError("query", "dense rows of shape", shape, got)
         wanted = self.spec.dtype if scale is None else torch.uint8
         if data.dtype != wanted:
             raise InvalidTensorError("query", "dtype", wanted, data.dtype)
@@ -306,6 +322,16 @@ class AttentionRunner:
             want = (*shape[:2], shape[2] // 32)
             raise InvalidTensorError("query.scale", "shape", want, tuple(scale.shape))
         return rows
+
+    def _check_map(self, slot_map: torch.Tensor | None) -> None:
+        if (slot_map is not None) != self.maps_slots:
+            expected = "a map of slots" if self.maps_slots else None
+            raise InvalidTensorError("slot_map", "for this runner", expected, type(slot_map))
+        if slot_map is None:
+            return
+        if slot_map.ndim != 1 or slot_map.dtype not in (torch.int32, torch.int64):
+            got = f"{tuple(slot_map.shape)} {slot_map.dtype}"
+            raise InvalidTensorError("slot_map", "int32 or int64 of shape", "[slots]", got)
 
     def _check_batch(
         self, slot_table: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, batch: int
@@ -323,3 +349,31 @@ class AttentionRunner:
                 raise InvalidTensorError(name, "shape", f"[>= {batch}]", tuple(tensor.shape))
             if tensor.dtype not in (torch.int32, torch.int64):
                 raise InvalidTensorError(name, "dtype", "int32 or int64", tensor.dtype)
+
+
+def _triton_path(
+    *sizes: Any,
+    capability: Capability | None,
+    maps_slots: bool,
+    prefill: tuple[Any, ...],
+    fa4: Attend | None,
+) -> _Path:
+    """The path of the kernels, or of FA4 over what they store; here, because both need Triton."""
+    if env.asks_for_fa4():
+        from inkling_backend.attention.fa4_path import Fa4Path
+
+        reasons = fa4_reasons_against(sizes[0], capability)
+        if fa4 is None:
+            reasons.append("FA4 comes with SGLang: serve with it")
+        if fa4 is None or reasons:
+            raise UnsupportedError("INKLING_KERNELS=fa4", reasons)
+        return Fa4Path(fa4, *sizes, capability=capability, maps_slots=maps_slots)
+    from inkling_backend.attention import flashinfer_extend
+    from inkling_backend.attention.triton_path import TritonPath
+
+    return TritonPath(
+        *sizes,
+        capability=capability,
+        flashinfer=flashinfer_extend.chosen(*prefill),
+        maps_slots=maps_slots,
+    )

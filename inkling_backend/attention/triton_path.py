@@ -75,11 +75,13 @@ class TritonPath:
         *,
         capability: Capability | None,
         flashinfer: bool,
+        maps_slots: bool = False,
     ) -> None:
         """
         Args:
             capability: compute capability of the GPU, None for the interpreter.
             flashinfer: `flashinfer_extend.chosen`.
+            maps_slots: whether plans come with a slot map.
         """
         layout = spec.layout
         self._page = layout.page_size
@@ -102,6 +104,8 @@ class TritonPath:
         self._extend_pages = ints(max_batch, max_pages)
         self._extend_lens = ints(max_batch)
         self._qo_indptr = ints(max_batch + 1)
+        mapped = (max_batch, max_pages) if maps_slots else (0, 0)
+        self._decode_mapped, self._extend_mapped = ints(*mapped), ints(*mapped)
 
         rows = max(each.rule.most_items * q_len for q_len, each in self._decoders.items())
         self._partial = Partial.empty(rows, spec.num_q_heads, layout.v_head_dim, device)
@@ -135,7 +139,9 @@ class TritonPath:
         seq_lens: torch.Tensor,
         batch: int,
         q_len: int,
+        slot_map: torch.Tensor | None,
     ) -> DecodePlan:
+        mapped = None if slot_map is None else planner.Mapped(slot_map, self._decode_mapped)
         planner.plan_decode(
             slot_table,
             rows,
@@ -147,9 +153,11 @@ class TritonPath:
             page_table=self._decode_pages,
             seq_lens_out=self._decode_lens,
             work=self._work,
+            mapped=mapped,
         )
         pages, lens = self._decode_pages[:batch], self._decode_lens[:batch]
-        return DecodePlan(batch, q_len, pages, lens, self._work)
+        there = None if mapped is None else mapped.page_table[:batch]
+        return DecodePlan(batch, q_len, pages, lens, self._work, there)
 
     def plan_extend(
         self,
@@ -159,8 +167,10 @@ class TritonPath:
         qo_indptr: torch.Tensor,
         q_lens: Sequence[int],
         kv_lens: Sequence[int],
+        slot_map: torch.Tensor | None,
     ) -> ExtendPlan:
         batch = rows.shape[0]
+        mapped = None if slot_map is None else planner.Mapped(slot_map, self._extend_mapped)
         rounds = () if self._flashinfer is None else self._flashinfer.plan(q_lens, kv_lens)
         planner.plan_extend(
             slot_table,
@@ -173,6 +183,7 @@ class TritonPath:
             page_table=self._extend_pages,
             seq_lens_out=self._extend_lens,
             qo_indptr_out=self._qo_indptr,
+            mapped=mapped,
         )
         return ExtendPlan(
             batch,
@@ -181,6 +192,7 @@ class TritonPath:
             self._extend_lens[:batch],
             self._qo_indptr[: batch + 1],
             rounds,
+            None if mapped is None else mapped.page_table[:batch],
         )
 
     def store(

@@ -23,6 +23,22 @@ _WITHOUT = {"linear_attention", "mamba", "conv", "recurrent", "mlp", "moe"}
 _STATE = _WITHOUT - {"mlp", "moe"} | {"hybrid"}
 
 
+# Models whose layers with a window get a pool of their own from SGLang 0.5.23
+# (``configs/model_config.py::is_hybrid_swa_model``), of those that this backend serves.
+WINDOW_POOL_MODELS = frozenset(
+    (
+        "GptOssForCausalLM",
+        "GraniteMoeSWAForCausalLM",
+        "GraniteSWAForCausalLM",
+        "IQuestQ1ForCausalLM",
+        "LagunaForCausalLM",
+        "MellumForCausalLM",
+        "MuseGlimmerForCausalLM",
+        "MuseGlimmerForConditionalGeneration",
+    )
+)
+
+
 class PlanError(InklingError, ValueError):
     """The model's configuration or the memory asked for cannot be planned with."""
 
@@ -34,6 +50,7 @@ class ModelShape:
     Attributes:
         full_layers, window_layers: layers with a KV cache: those that see the whole context, and
             those that see ``window`` tokens of it. Layers without a KV cache are in neither.
+        window_pool: whether the engine has a pool of their own for layers with a window.
         max_context: tokens of the longest request.
         refusals: why a server would refuse this model although its cache can be planned.
         config: transformers' configuration of the whole model.
@@ -43,6 +60,7 @@ class ModelShape:
     full_layers: int
     window_layers: int
     window: int
+    window_pool: bool
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
@@ -102,11 +120,15 @@ def read_model(path: Path) -> ModelShape:
         )
     if "chunked_attention" in kinds:
         refusals.append("chunked local attention is not served by this backend")
+    full_layers = sum(kind in _FULL for kind in kinds)
+    window_layers = sum(kind in _WINDOW for kind in kinds)
+    listed = WINDOW_POOL_MODELS.intersection(raw.get("architectures") or ())
     return ModelShape(
         name=raw.get("_name_or_path") or file.resolve().parent.name,
-        full_layers=sum(kind in _FULL for kind in kinds),
-        window_layers=sum(kind in _WINDOW for kind in kinds),
+        full_layers=full_layers,
+        window_layers=window_layers,
         window=window or 0,
+        window_pool=bool(listed and full_layers and window_layers),
         num_q_heads=heads,
         num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_dim=head_dim,

@@ -5,6 +5,7 @@ The bytes come from `CacheLayout.bytes_per_token`, which the pool is sized and b
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,8 +33,8 @@ GPU_MEMORY_MIB = {
 FP8 = "fp8"
 # Recipes in the order shown. FP8 is the engine's own cache of one byte an element, for comparison.
 ORDER = ("bf16", FP8, "mxfp8", "mxfp8-nvfp4", "nvfp4", "kvfp4")
-# The engine's default of --swa-full-tokens-ratio: tokens of the pool that it keeps for layers with
-# a window, over those of the pool for the other layers.
+# The engine's default of --swa-full-tokens-ratio: tokens of the pool for layers with a window, over
+# those of the pool for the other layers.
 _WINDOW_POOL_RATIO = 0.8
 
 
@@ -42,6 +43,9 @@ class Row:
     """One recipe: per GPU, ``tokens``, and ``requests`` of the planned context.
 
     Attributes:
+        bytes_per_token: in all layers; of a pool for windows its share of a token.
+        window_tokens: tokens of the pool for windows; 0 without one.
+        layer_bytes: of a token in one layer.
         reason: why the model cannot have it; then nothing fits.
     """
 
@@ -50,6 +54,8 @@ class Row:
     bytes_per_token: int
     tokens: int
     requests: int
+    window_tokens: int = 0
+    layer_bytes: int = 0
     reason: str = ""
 
 
@@ -134,7 +140,7 @@ def plan(
             f"{memory_bytes * mem_fraction / 2**30:.1f} GiB: use a larger GPU or a larger --tp"
         )
     rows = [_row(name, shape, tp, cache, context) for name in ORDER]
-    return Plan(rows, cache, weights, context, _notes(shape))
+    return Plan(rows, cache, weights, context, _notes(shape, rows))
 
 
 def _row(name: str, shape: ModelShape, tp: int, cache: int, context: int) -> Row:
@@ -157,27 +163,43 @@ def _row(name: str, shape: ModelShape, tp: int, cache: int, context: int) -> Row
             capability=None,
         )
         if reasons:
-            return Row(name, bits, 0, 0, 0, "; ".join(reasons))
+            return Row(name, bits, 0, 0, 0, reason="; ".join(reasons))
         layer = CacheLayout(recipe.k, recipe.v, heads, *dims).bytes_per_token
-    # One pool holds the pages of all layers, also of those with a window.
-    per_token = layer * shape.layers
-    tokens = cache // per_token // DEFAULT_PAGE_SIZE * DEFAULT_PAGE_SIZE
-    return Row(name, bits, per_token, tokens, tokens // context)
+    if not shape.window_pool:
+        per_token = layer * shape.layers
+        tokens = _whole_pages(cache // per_token)
+        return Row(name, bits, per_token, tokens, tokens // context, layer_bytes=layer)
+    cost = layer * (shape.full_layers + _WINDOW_POOL_RATIO * shape.window_layers)
+    tokens = _whole_pages(int(cache / cost))
+    windows = _whole_pages(int(tokens * _WINDOW_POOL_RATIO))
+    # A window ends and begins within pages.
+    held = min(context, shape.window + 2 * DEFAULT_PAGE_SIZE)
+    requests = min(tokens // context, windows // held)
+    return Row(name, bits, math.ceil(cost), tokens, requests, windows, layer)
 
 
-def _notes(shape: ModelShape) -> tuple[str, ...]:
+def _whole_pages(tokens: int) -> int:
+    return tokens // DEFAULT_PAGE_SIZE * DEFAULT_PAGE_SIZE
+
+
+def _notes(shape: ModelShape, rows: list[Row]) -> tuple[str, ...]:
     notes = list(shape.refusals)
-    if shape.window_layers:
-        note = (
-            f"{shape.window_layers} of {shape.layers} layers see {shape.window:,} tokens; their "
-            "pages are kept for the whole context"
-        )
-        if shape.full_layers:
-            smaller = shape.full_layers + _WINDOW_POOL_RATIO * shape.window_layers
-            note += (
-                ". SGLang's own backends give some models, GPT-OSS among them, a smaller pool for "
-                f"them: {shape.layers / smaller:.2f}x these tokens in BF16 and FP8 at its default "
-                f"--swa-full-tokens-ratio of {_WINDOW_POOL_RATIO:g}, more below it"
-            )
-        notes.append(note)
+    if not shape.window_layers:
+        return tuple(notes)
+    note = f"{shape.window_layers} of {shape.layers} layers see {shape.window:,} tokens"
+    if not shape.window_pool:
+        return (*notes, f"{note}; their pages are kept for the whole context")
+    smaller = shape.full_layers + _WINDOW_POOL_RATIO * shape.window_layers
+    notes.append(
+        f"{note} and have a pool of their own, of {_WINDOW_POOL_RATIO:g} times the tokens at the "
+        f"engine's default --swa-full-tokens-ratio: {shape.layers / smaller:.2f}x the tokens of "
+        "one pool (--disable-hybrid-swa-memory), more with a smaller ratio"
+    )
+    notes += [
+        f"{row.recipe}: {row.tokens:,} tokens of {shape.full_layers * row.layer_bytes:,} bytes in "
+        f"{shape.full_layers} layers, {row.window_tokens:,} of "
+        f"{shape.window_layers * row.layer_bytes:,} bytes in {shape.window_layers} with a window"
+        for row in rows
+        if not row.reason
+    ]
     return tuple(notes)

@@ -3,7 +3,8 @@
 Input: ``slot_table [rows, >= max_context]`` int32 (position -> slot), ``rows [B]`` (which of them),
 ``seq_lens [B]``.
 Output, in buffers of the caller: ``page_table [max_batch, max_pages]`` int32 (written up to each
-request's length), ``seq_lens [max_batch]`` int32, and for decode a `WorkList`.
+request's length), ``seq_lens [max_batch]`` int32, and for decode a `WorkList`. With `Mapped` there
+is a second page table, of the pages of the same tokens in another pool.
 The grid is one program per request, so a captured launch replays with other lengths.
 """
 
@@ -42,6 +43,17 @@ class WorkList(NamedTuple):
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         return cls(ints(max_batch + 1), ints(2), ints(items, 4))
+
+
+class Mapped(NamedTuple):
+    """Pages of the same tokens in another pool.
+
+    slot_map: ``[slots]`` int32 or int64, slot there of each slot of the slot table; 0: none.
+    page_table: ``[max_batch, max_pages]`` int32 to fill; page 0 where there is none.
+    """
+
+    slot_map: torch.Tensor
+    page_table: torch.Tensor
 
 
 @triton.jit
@@ -116,6 +128,8 @@ def _plan_kernel(
     rows_ptr,
     seq_lens_ptr,
     qo_indptr_ptr,
+    slot_map_ptr,
+    mapped_table_ptr,
     page_table_ptr,
     seq_lens_out_ptr,
     qo_indptr_out_ptr,
@@ -143,7 +157,12 @@ def _plan_kernel(
         m_page = i_page < pages
         slot = tl.load(slots_ptr + i_page * PAGE, mask=m_page, other=0)
         # A row of padding may hold anything; page 0 is the one that is always there.
-        tl.store(pages_ptr + i_page, tl.maximum(slot, 0) // PAGE, mask=m_page)
+        slot = tl.maximum(slot, 0)
+        tl.store(pages_ptr + i_page, slot // PAGE, mask=m_page)
+        if slot_map_ptr is not None:
+            mapped = tl.maximum(tl.load(slot_map_ptr + slot, mask=m_page, other=0), 0)
+            p_mapped = mapped_table_ptr + request.to(tl.int64) * MAX_PAGES + i_page
+            tl.store(p_mapped, (mapped // PAGE).to(tl.int32), mask=m_page)
 
     last = request == batch - 1
     if RULE is not None:
@@ -199,13 +218,18 @@ def _constants(
     }
 
 
-def _launch(slot_table, rows, seq_lens, qo, outputs, *, batch, page_size, max_context, rule):
+def _launch(
+    slot_table, rows, seq_lens, qo, mapped, outputs, *, batch, page_size, max_context, rule
+):
     page_table, *others = outputs
+    slot_map, mapped_table = mapped or (None, None)
     _plan_kernel[(batch,)](
         slot_table,
         rows,
         seq_lens,
         qo,
+        slot_map,
+        mapped_table,
         page_table,
         *others,
         batch,
@@ -227,6 +251,7 @@ def plan_decode(
     page_table: torch.Tensor,
     seq_lens_out: torch.Tensor,
     work: WorkList,
+    mapped: Mapped | None = None,
 ) -> None:
     """Fills the decode buffers for the first ``batch`` rows (module docstring); one launch."""
     if batch == 0:
@@ -239,6 +264,7 @@ def plan_decode(
         rows,
         seq_lens,
         rows,
+        mapped,
         outputs,
         batch=batch,
         page_size=page_size,
@@ -259,6 +285,7 @@ def plan_extend(
     page_table: torch.Tensor,
     seq_lens_out: torch.Tensor,
     qo_indptr_out: torch.Tensor,
+    mapped: Mapped | None = None,
 ) -> None:
     """Fills the extend buffers and copies ``qo_indptr [B + 1]`` into its own; one launch."""
     if batch == 0:
@@ -269,6 +296,7 @@ def plan_extend(
         rows,
         seq_lens,
         qo_indptr,
+        mapped,
         outputs,
         batch=batch,
         page_size=page_size,
@@ -280,15 +308,27 @@ def plan_extend(
 def compile_cases() -> Iterator[CompileCase]:
     """What launches of this module compile to."""
     rule = SplitRule(1024, 1024, 1, 128, 4096, 512, 8, 1056)
-    for decode, page, index in ((True, 128, "i64"), (False, 64, "i64"), (True, 32, "i32")):
+    for decode, page, index, mapped in (
+        (True, 128, "i64", None),
+        (False, 64, "i64", None),
+        (True, 32, "i32", None),
+        (True, 128, "i64", "i64"),
+        (False, 128, "i64", "i64"),
+    ):
         names = ("slot_table", "qo_indptr", "page_table", "seq_lens_out", "qo_indptr_out")
         work = ("work_indptr", "sizes", "work")
         signature = {f"{name}_ptr": "*i32" for name in (*names, *work)}
         signature |= {"rows_ptr": f"*{index}", "seq_lens_ptr": f"*{index}"}
         signature |= {"batch": "i32", "slot_stride": "i32"}
+        constants = _constants(page, 131072, 131072 // page, rule if decode else None)
+        signature["slot_map_ptr"] = f"*{mapped}" if mapped else "constexpr"
+        signature["mapped_table_ptr"] = "*i32" if mapped else "constexpr"
+        if mapped is None:
+            constants |= {"slot_map_ptr": None, "mapped_table_ptr": None}
+        kind = "decode" if decode else "extend"
         yield CompileCase(
-            name=f"plan-{'decode' if decode else 'extend'}-p{page}-{index}",
+            name=f"plan-{kind}-p{page}-{index}{'-mapped' if mapped else ''}",
             kernel=_plan_kernel,
             signature=signature,
-            constexprs=_constants(page, 131072, 131072 // page, rule if decode else None),
+            constexprs=constants,
         )

@@ -21,12 +21,17 @@ ACCURACY = ROOT / "integration" / "accuracy" / "results" / "smollm2.json"
 # Kinds of one operation as it is by default: these have pictures.
 DRAWN = ("decode", "verify", "extend", "store", "engine")
 _NAME = re.compile(
-    rf"\d{{4}}-\d{{2}}-\d{{2}}-.+?-(?P<kind>(?:{'|'.join(DRAWN)}|quick)(?:-[a-z]+)*)(?:-\d+)?"
+    rf"\d{{4}}-\d{{2}}-\d{{2}}-.+?-(?P<kind>(?:{'|'.join(DRAWN)}|quick)(?:-[a-z][a-z0-9]*)*)(?:-\d+)?"
     r"\.json"
 )
 
-# Setting of `inkling-backend accuracy` that simulates a recipe, where it is not called like it.
-_SETTINGS = {"mxfp8-nvfp4": "k_mxfp8_v_nvfp4"}
+# Setting of `inkling-backend accuracy` that simulates a recipe, where it is not called like it;
+# ``mxfp8_q_mxfp8`` is the recipe with queries in MXFP8.
+_SETTINGS = {
+    "mxfp8-nvfp4": "k_mxfp8_v_nvfp4",
+    "mxfp8": "mxfp8_q_bf16",
+    "mxfp8_q_mxfp8": "mxfp8",
+}
 
 
 def newest(folder: Path = RESULTS) -> dict[str, Path]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +107,8 @@ PUBLISHED: dict[str, tuple[dict[str, Any], tuple[int, int, int, int, int]]] = {
         (21, 21, 4096, 8, 256),
     ),
     "GPT-OSS 20B": (
-        {"model_type": "gpt_oss", "num_hidden_layers": 24, "head_dim": 64, "sliding_window": 128}
+        {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_hidden_layers": 24}
+        | {"head_dim": 64, "sliding_window": 128}
         | {"num_attention_heads": 64, "num_key_value_heads": 8},
         (12, 12, 128, 8, 64),
     ),
@@ -138,13 +141,33 @@ def test_published_configurations(name: str, tmp_path: Path) -> None:
     recipe = RECIPES["nvfp4"]
     dim = expected[4]
     layout = CacheLayout(recipe.k, recipe.v, expected[3], dim, dim)
-    assert row.bytes_per_token == layout.bytes_per_token * (expected[0] + expected[1])
+    windows = expected[1] * (0.8 if name == "GPT-OSS 20B" else 1)
+    assert row.bytes_per_token == math.ceil(layout.bytes_per_token * (expected[0] + windows))
+
+
+def test_two_pools_fill_the_memory(tmp_path: Path) -> None:
+    shape = read_model(write_config(tmp_path, PUBLISHED["GPT-OSS 20B"][0]))
+    whole = replace(shape, window_pool=False)
+    sizes = {"memory_bytes": 2**30, "mem_fraction": 1.0, "weight_bytes": 0}
+    for context in (64, 32768):
+        two, one = (plan(each, context=context, **sizes) for each in (shape, whole))  # type: ignore[arg-type]
+        for name in ORDER:
+            row, layer = two.row(name), two.row(name).layer_bytes
+            assert 12 * layer * 128 * 2 > 2**30 - 12 * layer * (row.tokens + row.window_tokens) >= 0
+            assert row.window_tokens == int(row.tokens * 0.8) // 128 * 128
+            assert row.tokens > one.row(name).tokens * 1.1
+            # Short requests are all window.
+            most = row.window_tokens // 64 if context == 64 else row.tokens // context
+            assert row.requests == most
+    written = dict(PUBLISHED["GPT-OSS 20B"][0], layer_types=["sliding_attention"] * 24)
+    assert not read_model(write_config(tmp_path, written)).window_pool, "no pool but that one"
 
 
 def test_windows_and_states_are_noted(tmp_path: Path) -> None:
     arguments = ("--memory-gib", "80", "--weights-gib", "10", "--json")
     for name, words in {
-        "GPT-OSS 20B": ("12 of 24 layers see 128 tokens", "1.11x"),
+        "GPT-OSS 20B": ("12 of 24 layers see 128 tokens", "1.11x", "in 12 with a window"),
+        "Gemma 2 9B": ("21 of 42 layers see 4,096 tokens", "whole context"),
         "Mistral 7B": ("32 of 32 layers see 4,096 tokens", "whole context"),
         "Qwen3-Next 80B": ("36 of 48 layers keep a recurrent state", "not served"),
     }.items():

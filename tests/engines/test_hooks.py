@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from inkling_backend.attention import flashinfer_extend
-from inkling_backend.engines.sglang import patches, versions
+from inkling_backend.attention import (
+    flashinfer_extend,
+    triton_path,  # noqa: F401 - first imported while `arch` is patched, kernels would keep that
+)
+from inkling_backend.engines.sglang import patches, sizing, versions
 from inkling_backend.engines.sglang.flags import Flags, construct, flags_of
 from inkling_backend.errors import UnsupportedError
 from inkling_backend.formats import get_recipe
@@ -57,7 +60,16 @@ def test_defaults() -> None:
     args = Args()
     assert prepare(args) == [args]
     assert (args.kv_cache_dtype, args.page_size) == ("mxfp8", 128)
-    assert args.disable_hybrid_swa_memory
+    assert not hasattr(args, "disable_hybrid_swa_memory"), "left to the engine and the user"
+
+
+def test_models_with_windows_alone_have_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = versions.model_config(None)
+    for full_layers, one_pool in (([], True), ([3], False), (None, False)):
+        monkeypatch.setattr(config, "full_attention_layer_ids", full_layers, raising=False)
+        args = Args()
+        prepare(args)
+        assert getattr(args, "disable_hybrid_swa_memory", False) is one_pool
 
 
 @pytest.mark.parametrize(
@@ -188,35 +200,53 @@ def test_workspace_is_kept_out_of_the_pool(monkeypatch: pytest.MonkeyPatch) -> N
         device="cuda",
         model_config=SimpleNamespace(num_attention_heads=4, context_len=4096),
         model_dtype=torch.bfloat16,
+        is_hybrid_swa=False,
     )
-    small = patches._workspace_bytes(kvc, layout)
+    small = sizing.workspace_bytes(kvc, layout)
     requests.max_running_requests = 64
-    large = patches._workspace_bytes(kvc, layout)
+    large = sizing.workspace_bytes(kvc, layout)
     assert 0 < small < large
+    kvc.is_hybrid_swa = True
+    second_tables = 2 * 65 * 4096 // 128 * 4
+    assert sizing.workspace_bytes(kvc, layout) == large + second_tables
+    kvc.is_hybrid_swa = False
     monkeypatch.setenv("INKLING_EXTEND", "flashinfer")
     copies = 4096 * 2 * (64 + 64) * 2
-    assert patches._workspace_bytes(kvc, layout) > large + copies
+    assert sizing.workspace_bytes(kvc, layout) > large + copies
     kvc.device = "cpu"
-    assert patches._workspace_bytes(kvc, layout) == 0
+    assert sizing.workspace_bytes(kvc, layout) == 0
 
-    sizer = SimpleNamespace(inkling_workspace_bytes=large)
-    args, kwargs = patches._calculate_pool_sizes(sizer, large + 1000, 128)
-    assert (args, kwargs) == ((sizer, 1000, 128), {})
-    args, _ = patches._calculate_pool_sizes(SimpleNamespace(), 1000, 128)
-    assert args[1] == 1000, "the sizer of another backend's pool keeps all its bytes"
+
+class HybridSizer:
+    """The engine's sizing of two pools, as in 0.5.23; 0.5.17 has no method for its last step."""
+
+    def __init__(self, full: int, windows: int, ratio: float, draft: int = 0) -> None:
+        self._full_layers_num, self._swa_layers_num = full, windows
+        self._draft_full_layers_num, self._draft_swa_full_layers_num = draft, 0
+        self._swa_full_tokens_ratio = ratio
+        self._full_per_token = self._swa_per_token = 100
+        self._cell_size = 0.0
+
+    def _recompute_cell_size(self) -> None:
+        self._cell_size = self._full_per_token * self._full_layers_num
+        self._cell_size += self._swa_full_tokens_ratio * self._swa_per_token * self._swa_layers_num
+
+
+class OldHybridSizer(HybridSizer):
+    _recompute_cell_size = None  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize(
-    ("dtype", "backend", "cell", "workspace"),
+    ("dtype", "backend", "own", "ours"),
     [
-        ("inkling_mxfp8", "inkling", 4 * 132, 7),
-        ("bf16", "inkling", 1000, 7),
-        ("bf16", "triton", 1000, None),
-        ("fp8_e4m3", "inkling", 1000, None),
+        ("inkling_mxfp8", "inkling", True, True),
+        ("bf16", "inkling", False, True),
+        ("bf16", "triton", False, False),
+        ("fp8_e4m3", "inkling", False, False),
     ],
 )
-def test_a_cell_of_each_pool(
-    dtype: str, backend: str, cell: int, workspace: int | None, monkeypatch: pytest.MonkeyPatch
+def test_sizes_of_each_pool(
+    dtype: str, backend: str, own: bool, ours: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe, bf16 = get_recipe("mxfp8"), get_recipe("bf16")
     pool = SimpleNamespace(
@@ -226,11 +256,26 @@ def test_a_cell_of_each_pool(
     )
     monkeypatch.setitem(sys.modules, "inkling_backend.engines.sglang.pool", pool)
     monkeypatch.setattr(versions, "active_attention_backends", lambda: (backend, backend))
-    monkeypatch.setattr(patches, "_workspace_bytes", lambda kvc, layout: 7)
+    monkeypatch.setattr(sizing, "workspace_bytes", lambda kvc, layout: 7)
     kvc = SimpleNamespace(kv_cache_dtype_str=dtype, model_config=None, page_size=128)
-    sizer = SimpleNamespace()
-    assert patches._compute_cell_size(lambda *_: 1000, sizer, kvc, 4) == cell
-    assert getattr(sizer, "inkling_workspace_bytes", None) == workspace
+    cell = sizing.cell_size(lambda *_: 1000, SimpleNamespace(), kvc, 4)
+    assert cell == (4 * 132 if own else 1000)
+    assert sizing.without_workspace(1000, kvc, 3.0) == (993 if ours else 1000)
+    assert sizing.without_workspace(3, kvc, 3.0) == (0 if ours else 3)
+    for kind in (HybridSizer, OldHybridSizer):
+        sizer = kind(2, 10, 0.5)
+        sizing.size_two_pools(None, sizer, kvc)
+        per_token = (sizer._full_per_token, sizer._swa_per_token)
+        assert per_token == ((132, 132) if own else (100, 100))
+        assert sizer._cell_size == (132 * (2 + 5) if own else 0)
+
+
+def test_sizes_of_two_pools_where_the_engine_has_no_method_for_it() -> None:
+    only_windows, with_draft = OldHybridSizer(0, 10, 0.5), OldHybridSizer(2, 10, 0.5, draft=1)
+    versions.set_bytes_per_token(only_windows, 132)
+    versions.set_bytes_per_token(with_draft, 132)
+    assert only_windows._cell_size == 132 * 10
+    assert with_draft._cell_size == 132 * (2 + 1 + 5)
 
 
 def test_the_engine_adjusts_itself_to_the_model_as_for_triton(

@@ -11,7 +11,7 @@ from inkling_backend.engines.sglang import metrics, versions
 
 prometheus = pytest.importorskip("prometheus_client", reason="comes with the engine")
 
-FACTS = metrics.CacheFacts("nvfp4", "bfloat16", "triton", 36864, 1280, 1408 * 36864, 77)
+FACTS = metrics.CacheFacts("nvfp4", "bfloat16", "triton", 36864, 1280, 640, 1408 * 36864, 77)
 
 
 def sample(name: str, **labels: str) -> float | None:
@@ -37,6 +37,7 @@ def test_every_figure_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown == {
         "inkling:kv_cache_bytes_per_token": 36864,
         "inkling:kv_cache_tokens": 1280,
+        "inkling:kv_cache_window_tokens": 640,
         "inkling:kv_cache_bytes": 1408 * 36864,
         "inkling:workspace_bytes": 77,
     }

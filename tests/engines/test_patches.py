@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from inkling_backend.cli.model import WINDOW_POOL_MODELS
 from inkling_backend.engines.sglang.patches import PATCHES, Patch, wanted
 
 
@@ -69,8 +70,11 @@ USED = (
     ("sglang.srt.mem_cache.memory_pool", "MHATokenToKVPool.get_cpu_copy"),
     ("sglang.srt.mem_cache.memory_pool", "MHATokenToKVPool.load_cpu_copy"),
     ("sglang.srt.mem_cache.memory_pool", "MHATokenToKVPool.get_contiguous_buf_infos"),
+    ("sglang.srt.mem_cache.kv_cache_configurator", "KVCacheConfigurator.is_hybrid_swa"),
     ("sglang.srt.mem_cache.kv_cache_configurator", "KVCacheConfigurator.pool_page_size"),
     ("sglang.srt.mem_cache.kv_cache_configurator", "KVCacheConfigurator.kv_cache_dtype_str"),
+    ("sglang.srt.mem_cache.swa_memory_pool", "SWAKVPool._wait_for_layer"),
+    ("sglang.srt.mem_cache.swa_memory_pool", "SWAKVPool.register_mapping"),
     ("sglang.srt.mem_cache.kv_cache_configurator", "KVCacheConfigurator.model_dtype"),
     ("sglang.srt.model_executor.forward_batch_info", "ForwardBatch.extend_num_tokens"),
     ("sglang.srt.model_executor.forward_batch_info", "ForwardBatch.extend_seq_lens_cpu"),
@@ -178,14 +182,17 @@ def test_parameters_of_hooked_functions(tree: Path) -> None:
         "from_cli_args": ["cls", "args"],
         "get_last_loc": ["req_to_token", "req_pool_indices_tensor", "prefix_lens_tensor"],
         "_compute_cell_size": ["self", "kvc", "num_layers"],
-        "calculate_pool_sizes": ["self", "available_bytes", "page_size"],
+        "__init__": ["self", "kvc"],
+        "_profile_available_bytes": ["self", "pre_model_load_memory"],
         "_build_mha_kv_pool": ["self"],
+        "_build_hybrid_swa_kv_pool": ["self"],
         "configure_kv_cache_dtype": [],
     }
     if _is_new(tree):
         expected["build_kv_host_pool"] = []
     keywords = {
         "_build_mha_kv_pool": {"max_total_num_tokens", "mha_pool_class", "quant_method"},
+        "_build_hybrid_swa_kv_pool": {"mha_pool_class"},
         "configure_kv_cache_dtype": {"server_args_kv_cache_dtype", "model_dtype"},
         "build_kv_host_pool": {"kv_pool", "page_size", "host_size", "mtp_draft_device_pools"},
     }
@@ -211,17 +218,29 @@ def test_used_names_exist(tree: Path) -> None:
 
 @needs_sources
 @each_tree
-def test_the_pool_passes_through_the_engines_builder(tree: Path) -> None:
+@pytest.mark.parametrize("builder", ["_build_mha_kv_pool", "_build_hybrid_swa_kv_pool"])
+def test_the_pool_passes_through_the_engines_builder(tree: Path, builder: str) -> None:
     """The pool class reaches the constructor: the builder replaces it only for "mxfp8"."""
-    node = _resolve(
-        tree,
-        "sglang.srt.mem_cache.kv_cache_configurator",
-        "KVCacheConfigurator._build_mha_kv_pool",
-    )
+    module = "sglang.srt.mem_cache.kv_cache_configurator"
+    node = _resolve(tree, module, f"KVCacheConfigurator.{builder}")
     assert node is not None
     source = ast.unparse(node)
     assert "kv_cache_dtype_str == 'mxfp8'" in source
     assert "else mha_pool_class" in source
+
+
+@needs_sources
+def test_the_engine_has_a_pool_for_windows_of_the_models_that_are_said_to() -> None:
+    """In the newest of the engines."""
+    tree = max(TREES, key=_is_new)
+    listed = _resolve(tree, "sglang.srt.configs.model_config", "is_hybrid_swa_model")
+    sinks = _resolve(tree, "sglang.srt.configs.model_config", "SWA_SINK_ARCHS")
+    if sinks is None:
+        pytest.skip("this engine is older than the list")
+    assert listed is not None
+    assert "*SWA_SINK_ARCHS" in ast.unparse(listed)
+    names = ast.unparse(listed) + ast.unparse(sinks)
+    assert all(f"'{name}'" in names for name in WINDOW_POOL_MODELS)
 
 
 def test_the_ledger_is_complete() -> None:

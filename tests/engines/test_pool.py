@@ -97,8 +97,6 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> None:
         "mem_cache.pool_host": {"HostKVCache": EngineHostPool},
         "mem_cache.pool_host.common": {"ALLOC_MEMORY_FUNCS": {"cpu": allocate_on_host}},
         "runtime_context": {"get_memory": lambda: MEMORY},
-        "layers.attention.base_attn_backend": {"AttentionBackend": object},
-        "layers.radix_attention": {"RadixAttention": object},
     }
     for name in contents:
         parts = f"sglang.srt.{name}".split(".")
@@ -107,11 +105,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setitem(sys.modules, module, ModuleType(module))
     for name, content in contents.items():
         vars(sys.modules[f"sglang.srt.{name}"]).update(content)
-    for name in (
-        "pool",
-        "backend",
-        "host_pool",
-    ):  # forgotten afterwards: they are built on the fakes
+    for name in ("pool", "host_pool"):  # forgotten afterwards: they are built on the fakes
         monkeypatch.delitem(sys.modules, f"{PACKAGE}.{name}", raising=False)
         importlib.import_module(f"{PACKAGE}.{name}")
         monkeypatch.setitem(sys.modules, f"{PACKAGE}.{name}", sys.modules.pop(f"{PACKAGE}.{name}"))
@@ -153,38 +147,6 @@ def test_a_transfer_is_told_every_buffer(recipe: str) -> None:
     parts = [buffers[p].part for p in pointers]
     expected = ("k_data", "k_scale", "v_data", "v_scale")
     assert parts == [part for part in expected for _ in range(LAYERS)]
-
-
-@pytest.mark.usefixtures("engine")
-def test_every_call_of_a_layer_waits_for_what_is_loaded_into_it() -> None:
-    waits: list[int] = []
-    pool = make_pool("mxfp8", start_layer=4)
-    pool.layer_transfer_counter = SimpleNamespace(wait_until=waits.append)
-    module: Any = sys.modules[f"{PACKAGE}.backend"]
-    backend = object.__new__(module.InklingAttnBackend)
-    backend.pool, backend._layers = pool, {}
-    for layer in (4, 5, 4):
-        assert backend._layer(layer) is pool.pages.layer(layer - 4)
-    assert waits == [0, 1, 0]
-
-
-@pytest.mark.usefixtures("engine")
-def test_the_engines_own_pool_is_asked_in_every_call_too() -> None:
-    formats = RECIPES["bf16"]
-    layout = CacheLayout(formats.k, formats.v, 2, 64, 64, PAGE)
-    asked: list[int] = []
-    buffers = tuple(torch.zeros(SIZE, 2, 64, dtype=torch.bfloat16) for _ in range(2))
-
-    def get_kv_buffer(layer: int) -> tuple[torch.Tensor, ...]:
-        asked.append(layer)
-        return buffers
-
-    module: Any = sys.modules[f"{PACKAGE}.backend"]
-    backend = object.__new__(module.InklingAttnBackend)
-    backend.pool, backend._layers = SimpleNamespace(get_kv_buffer=get_kv_buffer), {}
-    backend.layout = layout
-    assert backend._layer(1) is backend._layer(1)
-    assert asked == [1, 1]
 
 
 def make_host_pool(pool: Any) -> Any:

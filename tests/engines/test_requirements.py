@@ -82,6 +82,7 @@ def test_supported(dtype: str, page_size: int) -> None:
         ("cuda", "auto", True, "TRITON_INTERPRET is set"),
         ("cpu", "triton", False, "needs TRITON_INTERPRET=1"),
         ("cpu", "cuda", False, "INKLING_KERNELS='cuda'"),
+        ("cuda", "fa4", False, "INKLING_KERNELS=fa4 cannot be had from this SGLang"),
     ],
 )
 def test_kernels_of_the_environment(
@@ -89,9 +90,18 @@ def test_kernels_of_the_environment(
 ) -> None:
     monkeypatch.setenv("INKLING_KERNELS", kernels)
     monkeypatch.setattr(triton.knobs.runtime, "interpret", interpret)
+    monkeypatch.setitem(sys.modules, "sglang.kernels.ops.attention", None)
     found = environment_reasons(device)
     assert len(found) == bool(words)
     assert words in "".join(found)
+
+
+def test_fa4_is_refused_before_weights_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INKLING_KERNELS", "fa4")
+    flags = Flags(inkling_query_dtype="bf16")
+    found = " ".join(reasons(flags=flags, capability=(9, 0)))
+    assert "not on 9.0" in found
+    assert "Q is torch.bfloat16" in found
 
 
 def test_a_broken_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,6 +159,7 @@ def test_unsupported_arguments(changes: dict[str, Any], words: str) -> None:
         ({"attention_arch": SimpleNamespace(name="MLA")}, "MLA"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
         ({"swa_head_dim": 64, "swa_v_head_dim": 64}, "64 and 64 instead of 128 and 128"),
+        ({"get_swa_num_kv_heads": lambda tp: 4}, "KV heads of their own (4 instead of 2)"),
         ({"attention_chunk_size": 8192}, "chunked local"),
         ({"head_dim": 80, "v_head_dim": 80}, "head_dim 80"),
         ({"head_dim": 512, "v_head_dim": 512}, "head_dim 512"),
@@ -195,6 +206,11 @@ def test_a_host_tier() -> None:
     (reason,) = reasons(args, host_tier_supported=False)
     assert "0.5.23" in reason
     assert reasons(host_tier_supported=False) == []
+    windows = model(is_hybrid_swa=True)
+    (reason,) = reasons(args, config=windows)
+    assert "--disable-hybrid-swa-memory" in reason
+    one_pool = arguments(enable_hierarchical_cache=True, disable_hybrid_swa_memory=True)
+    assert reasons(one_pool, config=windows) == []
 
 
 def test_kinds_of_model_that_the_engine_names() -> None:
@@ -236,6 +252,17 @@ def test_all_reasons_at_once() -> None:
     words = ("page size", "LMCache", "speculative", "conflicts", "triton", "encoder", "72", "7.0")
     assert all(word in text for word in words), text
     assert len(found) == len(words)
+
+
+@pytest.mark.parametrize("dtype", ["mxfp8", "mxfp8-nvfp4", "nvfp4", "fp4_mx_block16", "bf16"])
+def test_queries_in_mxfp8_need_keys_in_mxfp8(dtype: str) -> None:
+    found = reasons(arguments(kv_cache_dtype=dtype), Flags(inkling_query_dtype="mxfp8"))
+    if dtype.startswith("mxfp8"):
+        assert found == []
+    else:
+        (reason,) = found
+        assert "--inkling-query-dtype mxfp8" in reason
+        assert f"--kv-cache-dtype is {dtype}" in reason
 
 
 def test_own_options_need_the_backend() -> None:
@@ -289,6 +316,25 @@ def test_unsupported_layers(changes: dict[str, Any], word: str) -> None:
     (reason,) = layer_reasons(layers, layout, 8, whole_prompts=False)
     assert word in reason
     assert "(2 layers)" in reason
+
+
+def test_layers_that_see_further_than_their_pool_keeps() -> None:
+    recipe = get_recipe("mxfp8")
+    layout = CacheLayout(recipe.k, recipe.v, 2, 128, 128)
+    layers = [
+        layer(layer_id=i, sliding_window_size=size) for i, size in enumerate((-1, 127, 128, -1))
+    ]
+
+    def found(kept: int | None, *window_slots: int) -> list[str]:
+        sets = {"window_slots": frozenset(window_slots), "kept_window": kept}
+        return layer_reasons(layers, layout, 8, whole_prompts=False, **sets)  # type: ignore[arg-type]
+
+    assert found(127) == found(127, 1) == found(128, 1, 2) == []
+    for reasons in (found(127, 2), found(128, 3), found(None, 1)):
+        (reason,) = reasons
+        assert "--disable-hybrid-swa-memory" in reason
+    assert "128 tokens before its own" in found(127, 1, 2)[0]
+    assert "all tokens" in found(127, 1, 0)[0]
 
 
 def test_layers_that_whole_prompts_allow() -> None:

@@ -13,28 +13,22 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
+from inkling_backend import env
 from inkling_backend.attention import AttentionRunner, AttentionSpec, LayerAttention
 from inkling_backend.engines.sglang import metrics, versions
-from inkling_backend.engines.sglang.flags import KV_CACHE_DTYPES, flags_of
+from inkling_backend.engines.sglang.flags import flags_of
 from inkling_backend.engines.sglang.layer import layer_attention, window_of
-from inkling_backend.engines.sglang.pool import (
-    InklingKVPool,
-    engine_recipe,
-    layout_of,
-    recipe_of,
-)
+from inkling_backend.engines.sglang.pools import RunnerPools
 from inkling_backend.engines.sglang.requirements import layer_reasons, takes_whole_prompts
 from inkling_backend.errors import UnsupportedError
-from inkling_backend.formats import Query, Recipe
-from inkling_backend.formats.layout import CacheLayout, LayerCache
+from inkling_backend.formats import Query
 
 logger = logging.getLogger(__name__)
 
 
 class InklingAttnBackend(AttentionBackend):
-    """Block-scaled attention over `InklingKVPool`, or over the engine's own pool for BF16."""
+    """Block-scaled attention over `InklingKVPool`, or over the engine's own pools for BF16."""
 
     # Lengths are read on the device; the host needs only the engine's lists of new and old tokens.
     needs_cpu_seq_lens = False
@@ -43,16 +37,21 @@ class InklingAttnBackend(AttentionBackend):
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
-        config, pool = model_runner.model_config, model_runner.token_to_kv_pool
+        config = model_runner.model_config
         self.device = torch.device(model_runner.device)
         self.req_to_token = model_runner.req_to_token_pool.req_to_token
-        self.pool = pool
-        self.recipe, self.layout = _geometry(model_runner)
+        self.pools = RunnerPools(model_runner)
+        self.layout = self.pools.layout
         num_q_heads = config.num_attention_heads // versions.active_attention_tp_size()
         layers = [m for m in model_runner.model.modules() if isinstance(m, RadixAttention)]
         arguments = versions.active_server_args()
         reasons = layer_reasons(
-            layers, self.layout, num_q_heads, whole_prompts=takes_whole_prompts(arguments)
+            layers,
+            self.layout,
+            num_q_heads,
+            whole_prompts=takes_whole_prompts(arguments),
+            window_slots=self.pools.layers_with_window_slots(layers),
+            kept_window=model_runner.sliding_window_size,
         )
         if versions.attends_to_images_both_ways(model_runner.model, config):
             reasons.append("attention masks of images are not supported: unset --enable-multimodal")
@@ -66,34 +65,37 @@ class InklingAttnBackend(AttentionBackend):
                 num_q_heads=num_q_heads,
                 layout=self.layout,
                 dtype=model_runner.dtype,
-                quantize_query=flags.quantizes_query(self.recipe.quantize_query),
+                quantize_query=flags.quantizes_query,
             ),
             max_batch=rows,
             max_context=max_context,
-            max_tokens=pool.size,
+            max_tokens=self.pools.size.tokens,
+            maps_slots=self.pools.window_size is not None,
             device=self.device,
+            fa4=versions.fa4() if env.asks_for_fa4() else None,
         )
         # Not when the first request comes: the engine ends a server that computes for too long.
         self.runner.prepare(map(layer_attention, layers))
-        self._layers: dict[int, LayerCache] = {}
         self._attention: dict[Any, LayerAttention] = {}
-        self._plan: Any = None
-        if isinstance(pool, InklingKVPool):
-            pool.runner = self.runner
+        # Of a batch: a plan for each pool; slots of its new tokens, and those in the second pool.
+        self._plans: tuple[Any, ...] | None = None
+        self._mapped_slots: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.pools.set_runner(self.runner)
         if versions.is_first_rank():
             facts = self._facts()
             self._log_start(layers, facts)
             metrics.report(facts)
 
     def _facts(self) -> metrics.CacheFacts:
-        spec = self.runner.spec
+        spec, windows = self.runner.spec, self.pools.window_size
         return metrics.CacheFacts(
-            recipe=self.recipe.name,
+            recipe=self.pools.recipe.name,
             query="mxfp8" if spec.quantize_query else str(spec.dtype).removeprefix("torch."),
             kernels=self.runner.kernels,
-            bytes_per_token=self.layout.bytes_per_token * self.pool.layer_num,
-            pool_tokens=self.pool.size,
-            pool_bytes=sum(self.pool.get_kv_size_bytes()),
+            bytes_per_token=self.layout.bytes_per_token * self.pools.size.layers,
+            pool_tokens=self.pools.size.tokens,
+            window_pool_tokens=0 if windows is None else windows.tokens,
+            pool_bytes=self.pools.nbytes,
             workspace_bytes=self.runner.workspace_bytes,
         )
 
@@ -104,7 +106,7 @@ class InklingAttnBackend(AttentionBackend):
             "pool, %.2fx the tokens of BF16, %s on %s, queries in %s, workspace %.1f MiB",
             facts.recipe,
             facts.bytes_per_token,
-            self.pool.layer_num,
+            self.pools.size.layers,
             layout.bytes_per_token,
             facts.pool_tokens,
             layout.bytes_per_token_bf16 / layout.bytes_per_token,
@@ -114,10 +116,22 @@ class InklingAttnBackend(AttentionBackend):
             facts.workspace_bytes / 2**20,
         )
         windows = sum(window_of(layer) is not None for layer in layers)
-        if windows:
+        pool = self.pools.window_size
+        if pool is not None:
+            logger.info(
+                "inkling: %d of %d layers have a sliding window and a pool of their own: %d bytes "
+                "of a token (%d layers of %d), %d tokens in it (--swa-full-tokens-ratio)",
+                windows,
+                len(layers),
+                pool.layers * layout.bytes_per_token,
+                pool.layers,
+                layout.bytes_per_token,
+                pool.tokens,
+            )
+        elif windows:
             logger.info(
                 "inkling: %d of %d layers have a sliding window; their pages are kept for the "
-                "whole context, as with --disable-hybrid-swa-memory",
+                "whole context",
                 windows,
                 len(layers),
             )
@@ -134,17 +148,19 @@ class InklingAttnBackend(AttentionBackend):
         mode = forward_batch.forward_mode
         self._refuse_speculative(mode)
         if mode.is_idle() or forward_batch.batch_size == 0:
-            self._plan = None
+            self._take(None)
         elif mode.is_decode():
             self._plan_decode(forward_batch)
         else:
-            self._plan = self.runner.plan_extend(
+            plan = self.runner.plan_extend(
                 self.req_to_token,
                 forward_batch.req_pool_indices,
                 forward_batch.seq_lens,
                 _indptr(forward_batch.extend_seq_lens),
                 *_host_lengths(forward_batch),
+                slot_map=self.pools.slot_map,
             )
+            self._take(plan)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """The runner's buffers are graph-stable from the start; check that they are big enough."""
@@ -171,12 +187,34 @@ class InklingAttnBackend(AttentionBackend):
         return 1
 
     def _plan_decode(self, forward_batch: Any) -> None:
-        self._plan = self.runner.plan_decode(
+        plan = self.runner.plan_decode(
             self.req_to_token,
             forward_batch.req_pool_indices,
             forward_batch.seq_lens,
             forward_batch.batch_size,
+            slot_map=self.pools.slot_map,
         )
+        self._take(plan)
+
+    def _take(self, plan: Any) -> None:
+        self._mapped_slots = None
+        self._plans = None
+        if plan is not None:
+            self._plans = (plan, plan.mapped()) if self.runner.maps_slots else (plan,)
+
+    def _new_slots(self, forward_batch: Any, pool: int) -> torch.Tensor:
+        """Slots of a batch's new tokens in one of the pools.
+
+        Those of the second are looked up once a batch, in a captured graph too.
+        """
+        slots = forward_batch.out_cache_loc
+        if not pool:
+            return slots
+        if self._mapped_slots is None or self._mapped_slots[0] is not slots:
+            slot_map = self.pools.slot_map
+            assert slot_map is not None
+            self._mapped_slots = slots, slot_map[slots]
+        return self._mapped_slots[1]
 
     @staticmethod
     def _refuse_speculative(mode: Any) -> None:
@@ -231,17 +269,17 @@ class InklingAttnBackend(AttentionBackend):
             raise UnsupportedError(
                 "this model", [f"its attention layers pass {', '.join(unknown)}: not supported"]
             )
-        layout, cache = self.layout, self._layer(layer.layer_id)
+        layout, cache = self.layout, self.pools.layer(layer.layer_id)
+        pool = int(self.pools.has_window_slots(layer.layer_id))
         q = q.view(-1, layer.tp_q_head_num, layout.k_head_dim).to(self.runner.spec.dtype)
-        if not self.runner.spec.quantize_query:
-            # Rows of a fused QKV projection are strided; a quantized query is dense anyway.
+        if not Query(q).has_dense_rows:
             q = q.contiguous()
         if save_kv_cache and k is not None and v is not None:
             query = self.runner.store(
                 cache,
                 k.view(-1, layout.num_kv_heads, layout.k_head_dim),
                 v.view(-1, layout.num_kv_heads, layout.v_head_dim),
-                forward_batch.out_cache_loc[: k.shape[0]],
+                self._new_slots(forward_batch, pool)[: k.shape[0]],
                 q,
             )
         elif self.runner.spec.quantize_query:
@@ -250,9 +288,9 @@ class InklingAttnBackend(AttentionBackend):
         else:
             query = Query(q, None)
         out = q.new_empty(q.shape[0], layer.tp_q_head_num, layout.v_head_dim)
-        if self._plan is None:
+        if self._plans is None:
             return out.zero_().flatten(1)
-        self.runner.run(self._plan, query, cache, out, attention)
+        self.runner.run(self._plans[pool], query, cache, out, attention)
         return out.flatten(1)
 
     def _attention_of(self, layer: Any, sinks: torch.Tensor | None) -> LayerAttention:
@@ -260,34 +298,6 @@ class InklingAttnBackend(AttentionBackend):
         if known is None or known.sinks is not sinks:
             known = self._attention[layer] = replace(layer_attention(layer), sinks=sinks)
         return known
-
-    def _layer(self, layer_id: int) -> LayerCache:
-        pool = self.pool
-        if isinstance(pool, InklingKVPool):
-            return pool.layer(layer_id)
-        # Asked for in every call: the pool waits for what a host tier loads into the layer.
-        buffers = pool.get_kv_buffer(layer_id)
-        cache = self._layers.get(layer_id)
-        if cache is None:
-            cache = self._layers[layer_id] = LayerCache(self.layout, *buffers)
-        return cache
-
-
-def _geometry(model_runner: Any) -> tuple[Recipe, CacheLayout]:
-    """Recipe and page geometry of the runner's pool."""
-    pool, name = model_runner.token_to_kv_pool, model_runner.kv_cache_dtype_str
-    recipe = recipe_of(name)
-    if isinstance(pool, InklingKVPool) and recipe is not None:
-        return recipe, pool.layout
-    plain = isinstance(pool, MHATokenToKVPool) and pool.kv_cache_layout == "nhd"
-    known = name in KV_CACHE_DTYPES
-    if recipe is not None or not plain or not known or pool.dtype != torch.bfloat16:
-        raise UnsupportedError(
-            "this model",
-            [f"the engine keeps its KV cache {name} in a {type(pool).__name__} of {pool.dtype}"],
-        )
-    recipe = engine_recipe(name)
-    return recipe, layout_of(recipe, model_runner.model_config, pool.page_size)
 
 
 def _indptr(lengths: torch.Tensor) -> torch.Tensor:

@@ -18,9 +18,10 @@ class CacheFacts(NamedTuple):
 
     Attributes:
         recipe, query, kernels: names.
-        bytes_per_token: of all its layers.
+        bytes_per_token: of all its layers; without those that have a pool for windows.
         pool_tokens: tokens that the pool holds, padding not counted.
-        pool_bytes: bytes of the pool, its padding page included.
+        window_pool_tokens: tokens that the pool for windows holds; 0 without one.
+        pool_bytes: bytes of all pools, their padding pages included.
         workspace_bytes: bytes that attention takes beside the pool.
     """
 
@@ -29,6 +30,7 @@ class CacheFacts(NamedTuple):
     kernels: str
     bytes_per_token: int
     pool_tokens: int
+    window_pool_tokens: int
     pool_bytes: int
     workspace_bytes: int
 
@@ -38,6 +40,7 @@ INFO = "inkling:kv_cache_info"
 GAUGES: dict[str, tuple[str, str]] = {
     "inkling:kv_cache_bytes_per_token": ("bytes_per_token", "Bytes of a token in all layers."),
     "inkling:kv_cache_tokens": ("pool_tokens", "Tokens that the KV cache holds."),
+    "inkling:kv_cache_window_tokens": ("window_pool_tokens", "Tokens of the pool for windows."),
     "inkling:kv_cache_bytes": ("pool_bytes", "Bytes of the KV cache, scales included."),
     "inkling:workspace_bytes": ("workspace_bytes", "Bytes of attention's own buffers."),
 }

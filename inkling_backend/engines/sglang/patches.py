@@ -11,8 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from inkling_backend import env
-from inkling_backend.engines.sglang import versions
+from inkling_backend.engines.sglang import sizing, versions
 from inkling_backend.engines.sglang.flags import (
     BACKEND,
     DEFAULT_KV_CACHE_DTYPE,
@@ -29,7 +28,7 @@ from inkling_backend.engines.sglang.requirements import (
     uses_backend,
 )
 from inkling_backend.errors import UnsupportedError
-from inkling_backend.formats.layout import DEFAULT_PAGE_SIZE, CacheLayout
+from inkling_backend.formats.layout import DEFAULT_PAGE_SIZE
 
 
 @dataclass(frozen=True)
@@ -85,8 +84,6 @@ def _prepare(server_args: Any, previous: Callable[[Any], None]) -> None:
         versions.set_fields(server_args, kv_cache_dtype=DEFAULT_KV_CACHE_DTYPE)
     if view.page_size is None:
         versions.set_fields(server_args, page_size=DEFAULT_PAGE_SIZE)
-    # One pool holds the pages of all layers, also of those with a window.
-    versions.set_fields(server_args, disable_hybrid_swa_memory=True)
     bf16 = KV_CACHE_DTYPES.get(view.kv_cache_dtype) == "bf16"
     if getattr(view, "enable_hierarchical_cache", False) and not bf16:
         # The host pool has one layout and copies by itself, by page numbers on the host.
@@ -94,6 +91,9 @@ def _prepare(server_args: Any, previous: Callable[[Any], None]) -> None:
         versions.set_fields(server_args, **host_tier)
     view = versions.view(server_args)
     model = versions.model_config(server_args)
+    if getattr(model, "full_attention_layer_ids", None) == []:
+        # The engine has a pool for windows alone, but in pages of one token.
+        versions.set_fields(server_args, disable_hybrid_swa_memory=True)
     reasons = argument_reasons(
         view,
         flags,
@@ -160,7 +160,7 @@ def _configure_kv_cache_dtype(original: Callable[..., Any], **kwargs: Any) -> An
     return pool_dtype_name(recipe), torch.uint8
 
 
-def _build_mha_kv_pool(configurator: Any, **kwargs: Any) -> Any:
+def _take_pool_class(configurator: Any, **kwargs: Any) -> Any:
     from inkling_backend.engines.sglang.pool import InklingKVPool, layout_of, recipe_of
 
     recipe = recipe_of(configurator.kv_cache_dtype_str)
@@ -169,51 +169,6 @@ def _build_mha_kv_pool(configurator: Any, **kwargs: Any) -> Any:
     layout = layout_of(recipe, configurator.model_config, configurator.pool_page_size)
     kwargs["mha_pool_class"] = functools.partial(InklingKVPool, layout=layout)
     return (configurator,), kwargs
-
-
-def _compute_cell_size(original: Callable[..., int], self: Any, kvc: Any, num_layers: int) -> int:
-    from inkling_backend.engines.sglang.pool import engine_recipe, layout_of, recipe_of
-
-    name = kvc.kv_cache_dtype_str
-    own = recipe_of(name)
-    ours = uses_backend(versions.active_attention_backends()) and name in KV_CACHE_DTYPES
-    if own is None and not ours:
-        return original(self, kvc, num_layers)
-    # Over the engine's own pool (BF16) the runner has its buffers all the same.
-    layout = layout_of(own or engine_recipe(name), kvc.model_config, kvc.page_size)
-    self.inkling_workspace_bytes = _workspace_bytes(kvc, layout)
-    return original(self, kvc, num_layers) if own is None else layout.bytes_per_token * num_layers
-
-
-def _workspace_bytes(kvc: Any, layout: CacheLayout) -> int:
-    """Upper bound of what the attention runner allocates beside the pool.
-
-    The engine decides how many requests may run only after it has sized the pool, and by default
-    not more than `_MOST_REQUESTS`.
-    """
-    if kvc.device != "cuda":
-        return 0
-    import torch
-
-    from inkling_backend.attention import AttentionSpec, flashinfer_extend
-    from inkling_backend.attention.triton_path import TritonPath
-    from inkling_backend.kernels.arch import capability_of
-
-    heads = kvc.model_config.num_attention_heads // versions.active_attention_tp_size()
-    spec = AttentionSpec(heads, layout, kvc.model_dtype, quantize_query=False)
-    requests = versions.active_server_args().max_running_requests or _MOST_REQUESTS
-    context, capability = kvc.model_config.context_len, capability_of(torch.device(kvc.device))
-    path = TritonPath(
-        *(spec, requests + 1, context, 1, torch.device("meta")),
-        capability=capability,
-        flashinfer=flashinfer_extend.chosen(env.extend(), spec, context, capability),
-    )
-    return path.workspace_bytes
-
-
-def _calculate_pool_sizes(configurator: Any, available_bytes: int, page_size: int) -> Any:
-    reserved = getattr(configurator, "inkling_workspace_bytes", 0)
-    return (configurator, max(0, available_bytes - reserved), page_size), {}
 
 
 def _build_kv_host_pool(original: Callable[..., Any], **kwargs: Any) -> Any:
@@ -236,8 +191,8 @@ def _get_last_loc(
     return get_last_loc_torch(req_to_token, req_pool_indices, prefix_lens)
 
 
-_MOST_REQUESTS = 4096
-_SIZER = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
+_SIZERS = "sglang.srt.model_executor.pool_configurator"
+_POOLS = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _ARGS = "sglang.srt.server_args.ServerArgs"
 _FOREVER = "never: these are the backend's own options"
 _NO_ALLOW_LIST = "the engine's check lets registered backends declare what they read"
@@ -268,12 +223,15 @@ PATCHES: tuple[Patch, ...] = (
           _configure_kv_cache_dtype,
           "gives the pool a dtype of its own (uint8, 'inkling_<recipe>'), so that no branch for "
           "the engine's FP4 and MXFP8 pools is taken"),
-    Patch("sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mha_kv_pool",
-          "before", _build_mha_kv_pool, "the pool class"),
-    Patch(f"{_SIZER}._compute_cell_size", "around", _compute_cell_size,
+    Patch(f"{_POOLS}._build_mha_kv_pool", "before", _take_pool_class, "the pool class"),
+    Patch(f"{_POOLS}._build_hybrid_swa_kv_pool", "before", _take_pool_class,
+          "the class of the two pools of models with layers with a window"),
+    Patch(f"{_SIZERS}.DefaultPoolConfigurator._compute_cell_size", "around", sizing.cell_size,
           "bytes per token of the pool, so that its size is right"),
-    Patch(f"{_SIZER}.calculate_pool_sizes", "before", _calculate_pool_sizes,
-          "keeps the runner's workspace, allocated after the pool, out of the pool's share",
+    Patch(f"{_SIZERS}.HybridSWAPoolConfigurator.__init__", "after", sizing.size_two_pools,
+          "the same for two pools"),
+    Patch(f"{_POOLS}._profile_available_bytes", "after", sizing.without_workspace,
+          "keeps the runner's workspace, allocated after the pools, out of their share",
           until="the engine asks attention backends for their workspace"),
     Patch("sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler.build_kv_host_pool", "around",
           _build_kv_host_pool,

@@ -8,13 +8,14 @@ read plain attributes, so that they can be tested without an engine.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
 
 from inkling_backend import env
-from inkling_backend.attention import reasons_against
+from inkling_backend.attention import AttentionSpec, fa4, reasons_against
+from inkling_backend.engines.sglang import versions
 from inkling_backend.engines.sglang.flags import (
     BACKEND,
     DEFAULT_KV_CACHE_DTYPE,
@@ -23,12 +24,13 @@ from inkling_backend.engines.sglang.flags import (
     OWN_KV_CACHE_DTYPES,
     Flags,
 )
-from inkling_backend.engines.sglang.layer import attention_kind
+from inkling_backend.engines.sglang.layer import attention_kind, window_of
 from inkling_backend.errors import EnvironmentVariableError
 from inkling_backend.formats import get_recipe
 from inkling_backend.formats.layout import CacheLayout
 
 _OTHER = "use another attention backend"
+_ONE_POOL = "set --disable-hybrid-swa-memory"
 _WHOLE = "set --chunked-prefill-size -1 and --disable-radix-cache"
 
 # Field of the arguments, whether its value asks for the feature, what the feature is.
@@ -144,7 +146,7 @@ def argument_reasons(
         *(f"the model has {trait}, which are not supported: {_OTHER}" for trait in traits),
         *_attention_reasons(arguments, flags, model, capability, tp_size),
         *_feature_reasons(arguments),
-        *_host_tier_reasons(arguments, host_tier_supported),
+        *_host_tier_reasons(arguments, model, host_tier_supported),
     ]
 
 
@@ -162,6 +164,11 @@ def _cache_reasons(
         reasons.append(
             f"--kv-cache-dtype {dtype} is not one of this backend's: "
             f"auto, {', '.join(KV_CACHE_DTYPES)}"
+        )
+    elif flags.quantizes_query and not get_recipe(KV_CACHE_DTYPES[dtype]).takes_mxfp8_query:
+        reasons.append(
+            f"--inkling-query-dtype mxfp8 needs K in MXFP8, but --kv-cache-dtype is {dtype}: "
+            "leave it out, or take mxfp8 or mxfp8-nvfp4"
         )
     prefill, decode = backends
     if prefill != decode and KV_CACHE_DTYPES.get(dtype) != "bf16":
@@ -206,8 +213,12 @@ def environment_reasons(device: str) -> list[str]:
     try:
         if env.implementation(device) == "reference":
             return []
+        if env.asks_for_fa4():
+            versions.fa4()
     except EnvironmentVariableError as error:
         return [str(error)]
+    except ImportError as error:
+        return [f"INKLING_KERNELS=fa4 cannot be had from this SGLang ({error}): unset it"]
     try:
         from triton import knobs
     except Exception as error:  # whatever a broken installation raises
@@ -244,6 +255,13 @@ def _model_reasons(model: Any) -> list[str]:
             f"sliding-window layers with heads of their own size ({window_dims[0]} and "
             f"{window_dims[1]} instead of {dims[0]} and {dims[1]}) are not supported: {_OTHER}"
         )
+    heads = model.get_num_kv_heads(1)
+    window_heads = getattr(model, "get_swa_num_kv_heads", model.get_num_kv_heads)(1)
+    if window_heads != heads and _architecture(model) == "MHA":
+        reasons.append(
+            f"sliding-window layers with KV heads of their own ({window_heads} instead of {heads}) "
+            f"are not supported: {_OTHER}"
+        )
     return reasons
 
 
@@ -257,18 +275,26 @@ def _attention_reasons(
     if _architecture(model) != "MHA":
         return []
     recipe = get_recipe(KV_CACHE_DTYPES.get(arguments.kv_cache_dtype, DEFAULT_KV_CACHE_DTYPE))
-    return reasons_against(
-        num_q_heads=model.num_attention_heads // tp_size,
-        num_kv_heads=model.get_num_kv_heads(tp_size),
+    q_heads, kv_heads = model.num_attention_heads // tp_size, model.get_num_kv_heads(tp_size)
+    dims, page_size = (model.head_dim, model.v_head_dim), arguments.page_size
+    quantize_query = flags.quantizes_query and recipe.takes_mxfp8_query
+    reasons = reasons_against(
+        num_q_heads=q_heads,
+        num_kv_heads=kv_heads,
         k_format=recipe.k,
         v_format=recipe.v,
-        k_head_dim=model.head_dim,
-        v_head_dim=model.v_head_dim,
-        page_size=arguments.page_size,
+        k_head_dim=dims[0],
+        v_head_dim=dims[1],
+        page_size=page_size,
         dtype=model.dtype,
-        quantize_query=flags.quantizes_query(recipe.quantize_query),
+        quantize_query=quantize_query,
         capability=capability,
     )
+    if not reasons and env.asks_for_fa4():
+        layout = CacheLayout(recipe.k, recipe.v, kv_heads, *dims, page_size)
+        spec = AttentionSpec(q_heads, layout, model.dtype, quantize_query)
+        reasons = fa4.reasons_against(spec, capability)
+    return reasons
 
 
 def _feature_reasons(arguments: Any) -> list[str]:
@@ -285,10 +311,16 @@ def _feature_reasons(arguments: Any) -> list[str]:
     return reasons
 
 
-def _host_tier_reasons(arguments: Any, supported: bool) -> list[str]:
-    if not supported and getattr(arguments, "enable_hierarchical_cache", False):
-        return ["HiCache (--enable-hierarchical-cache) needs SGLang 0.5.23 or newer"]
-    return []
+def _host_tier_reasons(arguments: Any, model: Any, supported: bool) -> list[str]:
+    if not getattr(arguments, "enable_hierarchical_cache", False):
+        return []
+    reasons = []
+    if not supported:
+        reasons.append("HiCache (--enable-hierarchical-cache) needs SGLang 0.5.23 or newer")
+    one_pool = getattr(arguments, "disable_hybrid_swa_memory", False)
+    if getattr(model, "is_hybrid_swa", False) and not one_pool:
+        reasons.append(f"HiCache over a pool for layers with a window: {_ONE_POOL}")
+    return reasons
 
 
 def takes_whole_prompts(arguments: Any) -> bool:
@@ -297,7 +329,13 @@ def takes_whole_prompts(arguments: Any) -> bool:
 
 
 def layer_reasons(
-    layers: Iterable[Any], layout: CacheLayout, num_q_heads: int, *, whole_prompts: bool
+    layers: Iterable[Any],
+    layout: CacheLayout,
+    num_q_heads: int,
+    *,
+    whole_prompts: bool,
+    window_slots: Collection[int] = (),
+    kept_window: int | None = None,
 ) -> list[str]:
     """Why these attention layers of the loaded model cannot be served (empty if they can).
 
@@ -306,6 +344,8 @@ def layer_reasons(
         layout: geometry of the cache.
         num_q_heads: query heads that the attention runner was built for.
         whole_prompts: of `takes_whole_prompts`.
+        window_slots: numbers of the layers whose pages lie in a pool for windows.
+        kept_window: tokens before the newest one whose pages that pool keeps.
     """
     found: dict[tuple[str, str], int] = {}
 
@@ -323,6 +363,11 @@ def layer_reasons(
             note("chunked local attention (iRoPE)")
         if layer.xai_temperature_len > 0:
             note("attention temperature by position")
+        if window_slots and layer.layer_id in window_slots:
+            window = window_of(layer)
+            if window is None or kept_window is None or window > kept_window:
+                seen = "all tokens" if window is None else f"{window} tokens before its own"
+                note(f"a pool of {kept_window} tokens for layers that see {seen}", _ONE_POOL)
         have = (layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim)
         want = (num_q_heads, layout.num_kv_heads, layout.k_head_dim, layout.v_head_dim)
         if have != want:

@@ -174,6 +174,20 @@ def active_server_args() -> Any:
     return get_context().server_args
 
 
+def set_bytes_per_token(sizer: Any, layer_bytes: int) -> None:
+    """Let a ``HybridSWAPoolConfigurator`` count so many bytes of a token in each layer."""
+    sizer._full_per_token = sizer._swa_per_token = layer_bytes
+    recompute = getattr(sizer, "_recompute_cell_size", None)
+    if recompute is not None:
+        recompute()
+        return
+    # 0.5.17 does this where it is constructed.
+    ratio = sizer._swa_full_tokens_ratio if sizer._full_layers_num else 1
+    layers = sizer._full_layers_num + sizer._draft_full_layers_num
+    layers += sizer._draft_swa_full_layers_num + ratio * sizer._swa_layers_num
+    sizer._cell_size = layer_bytes * layers
+
+
 def model_traits(model: Any) -> list[str]:
     """Kinds of model that the engine treats apart and this backend does not serve."""
     from sglang.srt.configs import hybrid_arch
@@ -199,6 +213,19 @@ def attends_to_images_both_ways(model: Any, model_config: Any) -> bool:
     The engine hands such masks to its triton backend alone, and silently to no other.
     """
     return bool(model_config.is_multimodal) and hasattr(model, "prepare_attn_masks")
+
+
+def fa4() -> Callable[..., Any]:
+    """``flash_attn_varlen_func`` of the engine's own copy of FA4.
+
+    Raises:
+        ImportError: it, or what it needs, is not there.
+    """
+    from sglang.kernels.ops.attention import flash_attention_v4
+
+    if not flash_attention_v4.is_flash_attention_v4_available():
+        raise ImportError("FA4 or CuTe DSL cannot be imported")
+    return flash_attention_v4.flash_attn_varlen_func
 
 
 def gpu_capability(device: str) -> tuple[int, int] | None:

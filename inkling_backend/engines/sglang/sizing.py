@@ -1,0 +1,73 @@
+"""What the engine's sizing of pools must know: bytes per token, and the runner's own buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from inkling_backend import env
+from inkling_backend.engines.sglang import versions
+from inkling_backend.engines.sglang.flags import KV_CACHE_DTYPES
+from inkling_backend.engines.sglang.requirements import uses_backend
+from inkling_backend.formats.layout import CacheLayout
+
+# The engine decides how many requests may run only after it has sized the pools, and by default not
+# more than these.
+_MOST_REQUESTS = 4096
+
+
+def _layout(kvc: Any) -> tuple[CacheLayout | None, bool]:
+    """Geometry of the cache of a runner of this backend, and whether the pool is ours, too."""
+    from inkling_backend.engines.sglang.pool import engine_recipe, layout_of, recipe_of
+
+    name = kvc.kv_cache_dtype_str
+    own = recipe_of(name)
+    ours = uses_backend(versions.active_attention_backends()) and name in KV_CACHE_DTYPES
+    if own is None and not ours:
+        return None, False
+    layout = layout_of(own or engine_recipe(name), kvc.model_config, kvc.page_size)
+    return layout, own is not None
+
+
+def cell_size(original: Callable[..., int], sizer: Any, kvc: Any, num_layers: int) -> int:
+    """Bytes of a token in the layers of one pool."""
+    layout, own = _layout(kvc)
+    if layout is None or not own:
+        return original(sizer, kvc, num_layers)
+    return layout.bytes_per_token * num_layers
+
+
+def size_two_pools(result: None, sizer: Any, kvc: Any) -> None:
+    """Bytes of a token in a layer of each of two pools."""
+    layout, own = _layout(kvc)
+    if layout is not None and own:
+        versions.set_bytes_per_token(sizer, layout.bytes_per_token)
+
+
+def without_workspace(available: int, kvc: Any, pre_model_load_memory: Any) -> int:
+    """What is left for the pools, be they ours or, for BF16, the engine's."""
+    layout, _ = _layout(kvc)
+    return available if layout is None else max(0, available - workspace_bytes(kvc, layout))
+
+
+def workspace_bytes(kvc: Any, layout: CacheLayout) -> int:
+    """Upper bound of what the attention runner allocates beside the pools."""
+    if kvc.device != "cuda":
+        return 0
+    import torch
+
+    from inkling_backend.attention import AttentionSpec, flashinfer_extend
+    from inkling_backend.attention.triton_path import TritonPath
+    from inkling_backend.kernels.arch import capability_of
+
+    heads = kvc.model_config.num_attention_heads // versions.active_attention_tp_size()
+    spec = AttentionSpec(heads, layout, kvc.model_dtype, quantize_query=False)
+    requests = versions.active_server_args().max_running_requests or _MOST_REQUESTS
+    context, capability = kvc.model_config.context_len, capability_of(torch.device(kvc.device))
+    path = TritonPath(
+        *(spec, requests + 1, context, 1, torch.device("meta")),
+        capability=capability,
+        flashinfer=flashinfer_extend.chosen(env.extend(), spec, context, capability),
+        maps_slots=bool(kvc.is_hybrid_swa),
+    )
+    return path.workspace_bytes
