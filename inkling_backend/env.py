@@ -11,15 +11,16 @@ Implementation = Literal["triton", "reference"]
 
 Extend = Literal["auto", "triton", "flashinfer"]
 
-_KERNELS = ("auto", "triton", "reference")
+_KERNELS = ("auto", "triton", "reference", "fa4")
 EXTENDS: tuple[Extend, ...] = ("auto", "triton", "flashinfer")
 
 
 def kernels() -> str:
-    """``INKLING_KERNELS``: which implementation runs, ``auto``, ``triton`` or ``reference``.
+    """``INKLING_KERNELS``: what runs, ``auto``, ``triton``, ``reference`` or ``fa4``.
 
     ``auto`` takes Triton on CUDA tensors and the plain-torch reference elsewhere. ``triton`` on
-    CPU tensors needs ``TRITON_INTERPRET=1``; it exists to run the real kernels in tests.
+    CPU tensors needs ``TRITON_INTERPRET=1``; it exists to run the real kernels in tests. ``fa4``
+    is Triton but for attention, and refuses to start where FA4 cannot attend.
     """
     value = os.environ.get("INKLING_KERNELS", "auto")
     if value not in _KERNELS:
@@ -33,6 +34,11 @@ def implementation(device_type: str) -> Implementation:
     if wanted == "reference" or (wanted == "auto" and device_type != "cuda"):
         return "reference"
     return "triton"
+
+
+def asks_for_fa4() -> bool:
+    """Whether `kernels` is ``fa4``; a value that it refuses is not."""
+    return os.environ.get("INKLING_KERNELS") == "fa4"
 
 
 def extend() -> Extend:

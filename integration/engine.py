@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from integration.launch import environment, stop
+from integration.launch import environment, insist, stop
 
 
 class EngineFailed(RuntimeError):
@@ -136,7 +136,7 @@ def _chat_prompt(engine: Any, question: str) -> str:
 
 
 def _flush_cache(engine: Any) -> None:
-    engine.flush_cache()
+    insist(lambda: engine.flush_cache().success, "flush")
 
 
 _EXTRA: dict[str, Callable[..., Any]] = {

@@ -6,12 +6,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 STANDIN = Path(__file__).resolve().parent / "sgl_kernel_standin"
+IDLE_SECONDS = 60
 RECIPES = ("mxfp8", "nvfp4", "kvfp4", "mxfp8-nvfp4", "bf16")
 
 # Keywords of sglang.Engine for every start. The 135M model fits anywhere, so the pool is small.
@@ -84,6 +86,23 @@ def command_line(keywords: Mapping[str, object]) -> list[str]:
         elif value is not False and value is not None:
             argv += [flag, str(value)]
     return argv
+
+
+def insist(done: Callable[[], bool], what: str) -> None:
+    """Ask an engine for what it does when idle: its last batch outlives the last answer.
+
+    Args:
+        done: asks, and says whether the engine agreed.
+        what: it is asked for.
+
+    Raises:
+        TimeoutError: it stayed busy.
+    """
+    deadline = time.monotonic() + IDLE_SECONDS
+    while not done():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the engine is still busy after {IDLE_SECONDS} s: no {what}")
+        time.sleep(0.05)
 
 
 def stop(process: subprocess.Popen, grace: float = 10.0) -> None:

@@ -11,11 +11,12 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Generator, Mapping, Sequence
+from http import HTTPStatus
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from integration.launch import command_line, environment, stop
+from integration.launch import command_line, environment, insist, stop
 
 START_SECONDS = 240
 ANSWER_SECONDS = 120
@@ -127,9 +128,20 @@ class Server:
         """Empty the prefix cache.
 
         Raises:
-            urllib.error.HTTPError: the server is not idle.
+            TimeoutError: the server is not idle.
+            urllib.error.HTTPError: it failed otherwise.
         """
-        self._post("/flush_cache", {}).close()
+
+        def flush() -> bool:
+            try:
+                self._post("/flush_cache", {}).close()
+            except urllib.error.HTTPError as error:
+                if error.code != HTTPStatus.BAD_REQUEST:
+                    raise
+                return False
+            return True
+
+        insist(flush, "flush")
 
     def metrics(self) -> dict[str, float]:
         """The samples of ``/metrics``: name with labels, as printed there -> value."""

@@ -28,7 +28,7 @@ from typing import Any
 
 from inkling_backend.bench.results import write_json
 from integration.compare import TOP, Step, disagreements, steps_of
-from integration.launch import RECIPES, has_gpu, options
+from integration.launch import IDLE_SECONDS, RECIPES, has_gpu, options
 from integration.probe import Probe
 from integration.server import Server
 from integration.tiny_models import LLAMA, VOCAB, write_model
@@ -61,7 +61,6 @@ NEW_TOKENS = 48
 IDENTICAL = 200
 # A page of the running requests is taken away now and then even where the pool would do.
 RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "50"}
-IDLE_SECONDS = 60
 
 # What the engine says of a request that it must refuse, and of nothing else.
 REFUSALS = (

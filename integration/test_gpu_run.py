@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 import pytest
+import torch
+from typer.testing import CliRunner
 
-from integration.gpu import fuzz, sanitizer
+from inkling_backend.bench.app import app
+from inkling_backend.bench.cases import Heads
+from inkling_backend.bench.look import NO_GPU
+from inkling_backend.formats import get_recipe
+from inkling_backend.kernels.decode_fast import config_for
+from integration.gpu import fuzz, measure, sanitizer, sweep
 from integration.gpu.__main__ import PARTS, _chosen, _some_parts
 from integration.gpu.fuzz import Outcome, cases_of
+from integration.pages.results import newest
 
 MEMCHECK = "========= COMPUTE-SANITIZER\n36 kernel calls\n========= ERROR SUMMARY: {} errors"
 RACECHECK = "========= RACECHECK SUMMARY: {} hazards displayed ({} errors, 1 warning)"
@@ -91,3 +100,43 @@ def test_parts_by_name() -> None:
     )
     assert _chosen(options) == {"suite", "fuzz", "sanitizer"}
     assert _chosen(options) <= set(PARTS)
+
+
+def test_a_swept_setting_is_what_is_launched() -> None:
+    layout = Heads().layout(get_recipe("mxfp8"))
+    model = (layout, 4, 1, torch.bfloat16, (9, 0))
+    usual = config_for(*model)
+    with sweep.using(sweep.parse_setting("64,2,5,6,128")):
+        config = config_for(*model)
+        assert config is not None
+        assert config.block_n == 64
+        assert config.programs_per_sm == 6
+        assert config.options == {"num_warps": 2, "num_stages": 5, "maxnreg": 128}
+        assert config_for(layout, 64, 1, torch.bfloat16, (9, 0)) is None, "no such kernel"
+    assert config_for(*model) == usual
+
+
+@pytest.mark.parametrize("text", ["64,2,5", "64,2,5,6,128,1", "64,0,5,6", "64,2,x,6"])
+def test_a_setting_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"expected TOKENS|invalid literal"):
+        sweep.parse_setting(text)
+
+
+@pytest.mark.parametrize("kind", measure.KINDS)
+def test_every_kind_is_a_command_that_gets_as_far_as_the_gpu(kind: str, tmp_path: Path) -> None:
+    """And its file has a name that the documents' tables take."""
+    if torch.cuda.is_available():
+        pytest.skip("it would measure")
+    file = tmp_path / measure.file_name("NVIDIA H200", kind, ())
+    _python, _m, _bench, *options = measure.command(kind, file, 0.2)
+    done = CliRunner().invoke(app, options)
+    assert done.exit_code == NO_GPU, done.output
+    file.write_text(json.dumps({"schema": 1, "date": "2026", "rows": []}))
+    assert newest(tmp_path) == {kind: file}
+
+
+def test_files_of_one_day_have_numbers() -> None:
+    first = measure.file_name("NVIDIA H200", "decode", ())
+    assert first.endswith("-h200-decode.json")
+    second = measure.file_name("NVIDIA H200", "decode", [first])
+    assert second == first.replace(".json", "-2.json")

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
+from integration import launch
 from integration.soak import FOREIGN, IDENTICAL, KINDS, MODEL, Outcome, errors_of, soak
 from integration.tiny_models import write_model
 
@@ -48,3 +51,12 @@ def test_a_summary_names_the_figures() -> None:
     figures = json.loads(json.dumps(outcome.figures()))
     assert figures["faults"] == {"hung up": 2}
     assert figures["mismatches"] == ["page 0 was written"]
+
+
+def test_a_busy_engine_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter((False, False, True))
+    launch.insist(lambda: next(answers), "flush")
+    assert not list(answers)
+    monkeypatch.setattr(launch, "IDLE_SECONDS", 0.1)
+    with pytest.raises(TimeoutError, match="no flush"):
+        launch.insist(lambda: False, "flush")

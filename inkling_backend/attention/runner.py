@@ -10,11 +10,13 @@ device when the graph replays.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol, overload
+from typing import Any, Protocol, overload
 
 import torch
 
 from inkling_backend import env
+from inkling_backend.attention.fa4 import Attend
+from inkling_backend.attention.fa4 import reasons_against as fa4_reasons_against
 from inkling_backend.attention.plans import DecodePlan, ExtendPlan
 from inkling_backend.attention.reference_path import ReferencePath
 from inkling_backend.attention.spec import AttentionSpec, requirements
@@ -22,7 +24,7 @@ from inkling_backend.errors import InvalidTensorError, UnsupportedError
 from inkling_backend.formats import Query
 from inkling_backend.formats.layer_attention import LayerAttention
 from inkling_backend.formats.layout import LayerCache
-from inkling_backend.kernels.arch import capability_of
+from inkling_backend.kernels.arch import Capability, capability_of
 from inkling_backend.kernels.configs import MAX_GROUP
 
 
@@ -102,12 +104,14 @@ class AttentionRunner:
         max_q_len: int = 1,
         maps_slots: bool = False,
         extend: env.Extend | None = None,
+        fa4: Attend | None = None,
     ) -> None:
         """Allocates every buffer that `plan_decode`, `plan_extend` and `run` will need.
 
         Args:
             max_tokens: tokens that the pool holds; no request is longer.
             extend: what attends in prefill; None for what the environment says (`env.extend`).
+            fa4: FA4's ``flash_attn_varlen_func``, which `env.kernels` may ask for.
 
         Raises:
             UnsupportedError: with every reason, if this attention cannot run on the device.
@@ -131,17 +135,12 @@ class AttentionRunner:
         extend = extend or env.extend()
         self._path: _Path
         if self.implementation == "triton":
-            from inkling_backend.attention import flashinfer_extend
-            from inkling_backend.attention.triton_path import TritonPath
-
             # By the longest context that is allowed, not by what the pool holds, which is unknown
-            # when the memory for these buffers is set aside.
-            flashinfer = flashinfer_extend.chosen(*(extend, spec, max_context, capability))
-            self._path = TritonPath(
-                *(spec, max_batch, self.max_context, max_q_len, self.device),
-                capability=capability,
-                flashinfer=flashinfer,
-                maps_slots=maps_slots,
+            # when the memory for prefill's copies is set aside.
+            prefill = (extend, spec, max_context, capability)
+            sizes = (spec, max_batch, self.max_context, max_q_len, self.device)
+            self._path = _triton_path(
+                *sizes, capability=capability, maps_slots=maps_slots, prefill=prefill, fa4=fa4
             )
         elif extend == "flashinfer":
             reason = "the kernels are plain torch: set INKLING_EXTEND=auto, or run on a GPU"
@@ -349,3 +348,27 @@ class AttentionRunner:
                 raise InvalidTensorError(name, "shape", f"[>= {batch}]", tuple(tensor.shape))
             if tensor.dtype not in (torch.int32, torch.int64):
                 raise InvalidTensorError(name, "dtype", "int32 or int64", tensor.dtype)
+
+
+def _triton_path(
+    *sizes: Any,
+    capability: Capability | None,
+    maps_slots: bool,
+    prefill: tuple[Any, ...],
+    fa4: Attend | None,
+) -> _Path:
+    """The path of the kernels, or of FA4 over what they store; here, because both need Triton."""
+    if env.asks_for_fa4():
+        from inkling_backend.attention.fa4_path import Fa4Path
+
+        reasons = fa4_reasons_against(sizes[0], capability)
+        if fa4 is None:
+            reasons.append("FA4 comes with SGLang: serve with it")
+        if fa4 is None or reasons:
+            raise UnsupportedError("INKLING_KERNELS=fa4", reasons)
+        return Fa4Path(fa4, *sizes, capability=capability, maps_slots=maps_slots)
+    from inkling_backend.attention import flashinfer_extend
+    from inkling_backend.attention.triton_path import TritonPath
+
+    chosen = flashinfer_extend.chosen(*prefill)
+    return TritonPath(*sizes, capability=capability, flashinfer=chosen, maps_slots=maps_slots)

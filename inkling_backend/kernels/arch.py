@@ -14,6 +14,8 @@ FP8_CAPABILITY: Capability = (8, 9)
 ASYNC_TILES_CAPABILITY: Capability = (9, 0)
 # The one generation with warpgroup matrix instructions.
 FA3_MAJOR = 9
+# The one with block-scaled matrix instructions that FA4 is written for.
+FA4_MAJOR = 10
 
 _KIB = 1024
 _SMALLEST_SHARED = 99 * _KIB
@@ -63,6 +65,11 @@ def places_early(capability: Capability) -> bool:
 def runs_fa3(capability: Capability) -> bool:
     """Whether FlashAttention 3 runs on such a GPU: Hopper, and nothing before or after it."""
     return capability[0] == FA3_MAJOR
+
+
+def runs_fa4(capability: Capability) -> bool:
+    """Whether FlashAttention 4's block-scaled kernel runs on such a GPU."""
+    return capability[0] == FA4_MAJOR
 
 
 def shared_memory_limit(capability: Capability) -> int:

@@ -129,6 +129,7 @@ class KernelConfig:
         block_n: KV tokens of a tile.
         num_warps, num_stages: of the compiled kernel.
         programs_per_sm: size of a persistent grid, per SM (0: the grid is not persistent).
+        max_registers: of a thread, so that so many programs fit an SM; None: as many as it takes.
     """
 
     block_m: int
@@ -136,6 +137,16 @@ class KernelConfig:
     num_warps: int
     num_stages: int
     programs_per_sm: int = 0
+    max_registers: int | None = None
+
+    @property
+    def options(self) -> dict[str, int | None]:
+        """Launch options."""
+        return {
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+            "maxnreg": self.max_registers,
+        }
 
 
 def decode_config(rows: int, layout: CacheLayout) -> KernelConfig:

@@ -398,8 +398,7 @@ def decode(call: DecodeCall) -> None:
         **call.constants(),
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        **config.options,
     )
 
 

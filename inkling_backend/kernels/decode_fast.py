@@ -374,8 +374,7 @@ def decode_fast(call: DecodeCall) -> None:
         **call.constants(),
         **_constants(config),
         EARLY=places_next(call.out.device, call.batch),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        **config.options,
     )
     decode_redo(call)
 

@@ -171,8 +171,7 @@ def decode_redo(call: DecodeCall) -> None:
         **call.constants(),
         **_constants(config),
         **early(call.out.device, call.batch),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        **config.options,
     )
 
 

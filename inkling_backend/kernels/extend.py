@@ -231,8 +231,7 @@ def extend(
         *layer_arguments(layer),
         marks,
         QUANTIZED=query.scale is not None,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        **config.options,
         **_constants(layout, group, page_table.shape[1], config, layer.causal),
     )
 

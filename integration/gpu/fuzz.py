@@ -63,11 +63,11 @@ def run_case(kernel: str, seed: int, model: int, number: int) -> tuple[int, int]
     """
     import torch
 
-    from tests.fuzz.draw import GPU, INTERPRETER, draw_model
+    from tests.fuzz.draw import GPU, MIDDLE, draw_model
     from tests.fuzz.properties import PROPERTIES
 
     gpu = torch.cuda.is_available()
-    limits = GPU if gpu else INTERPRETER
+    limits = GPU if gpu else MIDDLE
     of_model = random.Random(f"{seed}/{model}")
     rng = random.Random(f"{kernel}/{seed}/{model}/{number}")
     torch.manual_seed(rng.randrange(2**31))

@@ -21,7 +21,7 @@ ACCURACY = ROOT / "integration" / "accuracy" / "results" / "smollm2.json"
 # Kinds of one operation as it is by default: these have pictures.
 DRAWN = ("decode", "verify", "extend", "store", "engine")
 _NAME = re.compile(
-    rf"\d{{4}}-\d{{2}}-\d{{2}}-.+?-(?P<kind>(?:{'|'.join(DRAWN)}|quick)(?:-[a-z]+)*)(?:-\d+)?"
+    rf"\d{{4}}-\d{{2}}-\d{{2}}-.+?-(?P<kind>(?:{'|'.join(DRAWN)}|quick)(?:-[a-z][a-z0-9]*)*)(?:-\d+)?"
     r"\.json"
 )
 

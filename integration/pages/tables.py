@@ -144,9 +144,10 @@ def benchmarks() -> str:
     """The page of all newest results."""
     sections = [
         "# Speed",
-        "Written by `make pages` from the newest [results](results) of each kind; measured by "
-        "`inkling-backend bench`. Files are named DATE-GPU-KIND.json; the newest by the date in it "
-        "counts. What limits the kernels, and what was tried: [notes](notes.md).",
+        "Written by `make pages` from the newest [results](results) of each kind. `python -m "
+        "integration.gpu.measure` measures them all, by `inkling-backend bench`. Files are named "
+        "DATE-GPU-KIND.json; the newest by the date in it counts. "
+        "What limits the kernels, and what was tried: [notes](notes.md).",
     ]
     for kind, path in results.newest().items():
         content = read(path)

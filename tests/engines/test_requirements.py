@@ -82,6 +82,7 @@ def test_supported(dtype: str, page_size: int) -> None:
         ("cuda", "auto", True, "TRITON_INTERPRET is set"),
         ("cpu", "triton", False, "needs TRITON_INTERPRET=1"),
         ("cpu", "cuda", False, "INKLING_KERNELS='cuda'"),
+        ("cuda", "fa4", False, "INKLING_KERNELS=fa4 cannot be had from this SGLang"),
     ],
 )
 def test_kernels_of_the_environment(
@@ -89,9 +90,18 @@ def test_kernels_of_the_environment(
 ) -> None:
     monkeypatch.setenv("INKLING_KERNELS", kernels)
     monkeypatch.setattr(triton.knobs.runtime, "interpret", interpret)
+    monkeypatch.setitem(sys.modules, "sglang.kernels.ops.attention", None)
     found = environment_reasons(device)
     assert len(found) == bool(words)
     assert words in "".join(found)
+
+
+def test_fa4_is_refused_before_weights_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INKLING_KERNELS", "fa4")
+    flags = Flags(inkling_query_dtype="bf16")
+    found = " ".join(reasons(flags=flags, capability=(9, 0)))
+    assert "not on 9.0" in found
+    assert "Q is torch.bfloat16" in found
 
 
 def test_a_broken_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,9 @@ class Limits:
     heads: int
 
 
-INTERPRETER = Limits(tokens=330, batch=4, rows=9, head_dim=128, heads=2)
+# An interpreted kernel takes a second for what a GPU does in a microsecond: many small cases.
+SMALL = Limits(tokens=140, batch=2, rows=5, head_dim=64, heads=1)
+MIDDLE = Limits(tokens=330, batch=4, rows=9, head_dim=128, heads=2)
 GPU = Limits(tokens=2100, batch=12, rows=700, head_dim=256, heads=4)
 
 

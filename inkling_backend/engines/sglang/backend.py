@@ -14,6 +14,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 
+from inkling_backend import env
 from inkling_backend.attention import AttentionRunner, AttentionSpec, LayerAttention
 from inkling_backend.engines.sglang import metrics, versions
 from inkling_backend.engines.sglang.flags import flags_of
@@ -71,6 +72,7 @@ class InklingAttnBackend(AttentionBackend):
             max_tokens=self.pools.size.tokens,
             maps_slots=self.pools.window_size is not None,
             device=self.device,
+            fa4=versions.fa4() if env.asks_for_fa4() else None,
         )
         # Not when the first request comes: the engine ends a server that computes for too long.
         self.runner.prepare(map(layer_attention, layers))

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from inkling_backend import env
-from inkling_backend.attention import reasons_against
+from inkling_backend.attention import AttentionSpec, fa4, reasons_against
+from inkling_backend.engines.sglang import versions
 from inkling_backend.engines.sglang.flags import (
     BACKEND,
     DEFAULT_KV_CACHE_DTYPE,
@@ -200,8 +201,12 @@ def environment_reasons(device: str) -> list[str]:
     try:
         if env.implementation(device) == "reference":
             return []
+        if env.asks_for_fa4():
+            versions.fa4()
     except EnvironmentVariableError as error:
         return [str(error)]
+    except ImportError as error:
+        return [f"INKLING_KERNELS=fa4 cannot be had from this SGLang ({error}): unset it"]
     try:
         from triton import knobs
     except Exception as error:  # whatever a broken installation raises
@@ -258,18 +263,26 @@ def _attention_reasons(
     if _architecture(model) != "MHA":
         return []
     recipe = get_recipe(KV_CACHE_DTYPES.get(arguments.kv_cache_dtype, DEFAULT_KV_CACHE_DTYPE))
-    return reasons_against(
-        num_q_heads=model.num_attention_heads // tp_size,
-        num_kv_heads=model.get_num_kv_heads(tp_size),
+    q_heads, kv_heads = model.num_attention_heads // tp_size, model.get_num_kv_heads(tp_size)
+    dims, page_size = (model.head_dim, model.v_head_dim), arguments.page_size
+    quantize_query = flags.quantizes_query(recipe.quantize_query)
+    reasons = reasons_against(
+        num_q_heads=q_heads,
+        num_kv_heads=kv_heads,
         k_format=recipe.k,
         v_format=recipe.v,
-        k_head_dim=model.head_dim,
-        v_head_dim=model.v_head_dim,
-        page_size=arguments.page_size,
+        k_head_dim=dims[0],
+        v_head_dim=dims[1],
+        page_size=page_size,
         dtype=model.dtype,
-        quantize_query=flags.quantizes_query(recipe.quantize_query),
+        quantize_query=quantize_query,
         capability=capability,
     )
+    if not reasons and env.asks_for_fa4():
+        layout = CacheLayout(recipe.k, recipe.v, kv_heads, *dims, page_size)
+        spec = AttentionSpec(q_heads, layout, model.dtype, quantize_query)
+        reasons = fa4.reasons_against(spec, capability)
+    return reasons
 
 
 def _feature_reasons(arguments: Any) -> list[str]:

@@ -210,6 +210,19 @@ def attends_to_images_both_ways(model: Any, model_config: Any) -> bool:
     return bool(model_config.is_multimodal) and hasattr(model, "prepare_attn_masks")
 
 
+def fa4() -> Callable[..., Any]:
+    """``flash_attn_varlen_func`` of the engine's own copy of FA4.
+
+    Raises:
+        ImportError: it, or what it needs, is not there.
+    """
+    from sglang.kernels.ops.attention import flash_attention_v4
+
+    if not flash_attention_v4.is_flash_attention_v4_available():
+        raise ImportError("FA4 or CuTe DSL cannot be imported")
+    return flash_attention_v4.flash_attn_varlen_func
+
+
 def gpu_capability(device: str) -> tuple[int, int] | None:
     """Compute capability of the current GPU, None if the engine does not run on one."""
     import torch

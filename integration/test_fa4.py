@@ -1,10 +1,14 @@
-"""The order of MXFP8 scale bytes, against the layout algebra that FA4's SM100 kernel is built on.
+"""What FA4's SM100 kernel reads, without such a GPU.
 
 `tile_atom_to_shape_SF` of nvidia-cutlass-dsl (which the engine installs) says where the scale of
 an element of a K-major operand lies; FA4 hands it one page of one head, ``page_size x head_dim``.
+And the engine's copy of FA4 compiles for our operands.
 """
 
 from __future__ import annotations
+
+import subprocess
+import sys
 
 import cutlass
 import cutlass.cute as cute
@@ -12,6 +16,7 @@ import torch
 from cutlass.utils.blockscaled_layout import tile_atom_to_shape_SF
 
 from inkling_backend import CacheLayout, get_format
+from integration.launch import ROOT, environment
 
 PAGE, HEAD_DIM, BLOCK = 128, 128, 32
 
@@ -45,3 +50,16 @@ def test_scale_bytes_lie_where_fa4_reads_them() -> None:
                 base = (page * heads + head) * page_head_bytes
                 expanded = ours[:, head].repeat_interleave(BLOCK, dim=1)
                 assert torch.equal(expanded, offsets + base)
+
+
+def test_fa4_takes_our_operands_and_compiles() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "integration.fa4_compile"],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    layers = ("plain", "window and sinks", "soft-cap", "bidirectional")
+    assert done.stdout.splitlines()[-4:] == [f"{n}: (40, 8, 128) torch.bfloat16" for n in layers]
