@@ -169,7 +169,7 @@ def test_the_table_of_recipes_says_what_was_measured() -> None:
     }
     costs = json.loads((folder / "accuracy" / "results" / "smollm2.json").read_text())["rows"]
     kl = {row["setting"]: row["kl"] for row in costs}
-    kl["mxfp8-nvfp4"] = kl["k_mxfp8_v_nvfp4"]
+    kl |= {"mxfp8-nvfp4": kl["k_mxfp8_v_nvfp4"], "mxfp8": kl["mxfp8_q_bf16"], "q": kl["mxfp8"]}
     for name, bits, size, tokens, decode, cost, choice in table:
         recipe = get_recipe(name.split("`")[1])
         layout = CacheLayout(recipe.k, recipe.v, 8, 128, 128)
@@ -180,4 +180,4 @@ def test_the_table_of_recipes_says_what_was_measured() -> None:
         assert decode == f"{speed[recipe.name]:.2f}x"
         assert float(cost) == round(kl[recipe.name] / kl["fp8_per_tensor"], 2)
         if recipe.name == "mxfp8":
-            assert f"{kl['mxfp8_q_bf16'] / kl['fp8_per_tensor']:.2f} with" in choice
+            assert f"{kl['q'] / kl['fp8_per_tensor']:.2f} with" in choice

@@ -53,13 +53,13 @@ MXFP4_BLOCK32 = Format("mxfp4_block32", 4, 32, 127, False, _TOKENS, _TOKENS, _mx
 
 BASES: dict[str, Recipe] = {
     "bf16": RECIPES["bf16"],
-    "fp8_per_tensor": Recipe("fp8_per_tensor", FP8_PER_TENSOR, FP8_PER_TENSOR, False),
-    "mxfp8": RECIPES["mxfp8"],
-    "mxfp8_q_bf16": replace(RECIPES["mxfp8"], quantize_query=False),
+    "fp8_per_tensor": Recipe("fp8_per_tensor", FP8_PER_TENSOR, FP8_PER_TENSOR),
+    "mxfp8": RECIPES["mxfp8"].with_mxfp8_query(),
+    "mxfp8_q_bf16": RECIPES["mxfp8"],
     "k_mxfp8_v_nvfp4": RECIPES["mxfp8-nvfp4"],
     "nvfp4": RECIPES["nvfp4"],
     "kvfp4": RECIPES["kvfp4"],
-    "mxfp4_block32": Recipe("mxfp4_block32", MXFP4_BLOCK32, MXFP4_BLOCK32, False),
+    "mxfp4_block32": Recipe("mxfp4_block32", MXFP4_BLOCK32, MXFP4_BLOCK32),
 }
 # Transform after a plus sign -> what it does.
 TRANSFORMS = {

@@ -27,10 +27,14 @@ class Fa4Path(TritonPath):
         device: torch.device,
         *,
         capability: Capability | None,
-        maps_slots: bool = False,
+        maps_slots: bool,
     ) -> None:
-        sizes = (spec, max_batch, max_context, max_q_len, device)
-        super().__init__(*sizes, capability=capability, flashinfer=False, maps_slots=maps_slots)
+        super().__init__(
+            *(spec, max_batch, max_context, max_q_len, device),
+            capability=capability,
+            flashinfer=False,
+            maps_slots=maps_slots,
+        )
         self._attend = attend
         # First query rows in decode; a buffer for each length, because graphs keep their address.
         rows = torch.arange(max_batch + 1, dtype=torch.int32, device=device)

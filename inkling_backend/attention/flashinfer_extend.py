@@ -39,6 +39,8 @@ from inkling_backend.kernels.stage import dequantize_query, stage
 # Bytes that the copies take, about: 64k tokens with 8 heads of 128. One head of the longest request
 # must fit; it may take more, of a Hopper's 80 GB, up to the second number.
 STAGING_BYTES, MOST_STAGING_BYTES = 256 << 20, 1 << 30
+# Bytes: addresses and strides of what the tensor memory accelerator loads are multiples of it.
+TILE_ALIGNMENT = 16
 # Rounds of a batch whose plans are kept from layer to layer; with more, each is planned again.
 PLANS = 2
 # FlashInfer's scheduler: int32 arrays with an item for each tile and head, up to this many tiles;
@@ -321,9 +323,14 @@ class FlashInferExtend:
 
     @staticmethod
     def _dense(query: Query, rows: int) -> torch.Tensor:
-        """The first rows of a query in bfloat16, exactly."""
+        """The first rows of a query in bfloat16, exactly, where FA3's tile loads can read them."""
         if query.scale is None:
-            return query.data[:rows]
+            q = query.data[:rows]
+            aligned = q.data_ptr() % TILE_ALIGNMENT == 0
+            step = query.row_stride * q.element_size()
+            if aligned and step % TILE_ALIGNMENT == 0:
+                return q
+            return q.clone(memory_format=torch.contiguous_format)
         out = torch.empty(
             (rows, *query.data.shape[1:]), dtype=torch.bfloat16, device=query.data.device
         )

@@ -284,8 +284,9 @@ class AttentionRunner:
 
         Args:
             plan: the batch; `store` has put its new tokens into ``cache``.
-            query: ``[T, query heads, Dk]``; T is ``batch * q_len`` for decode, for extend at least
-                ``qo_indptr[-1]``. Rows from there on are padding and their ``out`` is not written.
+            query: ``[T, query heads, Dk]``, tokens at any stride (`Query.has_dense_rows`); T is
+                ``batch * q_len`` for decode, for extend at least ``qo_indptr[-1]``. Rows from there
+                on are padding and their ``out`` is not written.
             out: ``[T, query heads, Dv]`` or ``[T, query heads * Dv]``, contiguous, model's dtype.
             layer: scale, window, soft-cap, causality and sinks of the layer.
 
@@ -311,9 +312,9 @@ class AttentionRunner:
         data, scale = query
         rows = data.shape[0] if isinstance(plan, ExtendPlan) else plan.batch * plan.q_len
         shape = (rows, self.spec.num_q_heads, self.spec.layout.k_head_dim)
-        if tuple(data.shape) != shape or not data.is_contiguous():
+        if tuple(data.shape) != shape or not query.has_dense_rows:
             got = f"{tuple(data.shape)} with strides {data.stride()}"
-            raise InvalidTensorError("query", "contiguous shape", shape, got)
+            raise InvalidTensorError("query", "dense rows of shape", shape, got)
         wanted = self.spec.dtype if scale is None else torch.uint8
         if data.dtype != wanted:
             raise InvalidTensorError("query", "dtype", wanted, data.dtype)
@@ -370,5 +371,9 @@ def _triton_path(
     from inkling_backend.attention import flashinfer_extend
     from inkling_backend.attention.triton_path import TritonPath
 
-    chosen = flashinfer_extend.chosen(*prefill)
-    return TritonPath(*sizes, capability=capability, flashinfer=chosen, maps_slots=maps_slots)
+    return TritonPath(
+        *sizes,
+        capability=capability,
+        flashinfer=flashinfer_extend.chosen(*prefill),
+        maps_slots=maps_slots,
+    )

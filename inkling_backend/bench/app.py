@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import typer
@@ -45,6 +45,10 @@ PageSize = Annotated[int, typer.Option(help="Tokens of a page.")]
 Ragged = Annotated[
     bool, typer.Option("--ragged", help="Lengths spread 1:100, with the same total.")
 ]
+QueryDtype = Annotated[
+    Literal["auto", "mxfp8"],
+    typer.Option(help="mxfp8: quantize queries too, in recipes with K in MXFP8."),
+]
 Quick = Annotated[bool, typer.Option("--quick", help="Few shapes and recipes.")]
 WithPeers = Annotated[bool, typer.Option(help="Measure other libraries found on this host too.")]
 Sustained = Annotated[
@@ -73,6 +77,7 @@ class Run:
     quick: bool
     peers: bool
     json: Path | None
+    query_dtype: str = "auto"
 
     @property
     def command(self) -> str:
@@ -85,10 +90,11 @@ class Run:
         texts = self.shapes or default[self.op]
         return [shapes.make_case(self.op, text, self.heads, **more) for text in texts]  # type: ignore[arg-type]
 
-    def recipe_names(self) -> list[str]:
-        """The recipes asked for."""
+    def recipes(self) -> list[Recipe]:
+        """The recipes asked for, with their queries."""
         default = shapes.QUICK_RECIPES if self.quick else shapes.RECIPE_NAMES
-        return list(self.formats or default)
+        found = [get_recipe(name) for name in self.formats or default]
+        return [r.with_mxfp8_query() for r in found] if self.query_dtype == "mxfp8" else found
 
 
 @app.callback(invoke_without_command=True)
@@ -117,7 +123,7 @@ def tour(
     ]
     more = {shapes.VERIFY: {"query_tokens": _VERIFY_TOKENS}}
     groups = [run.cases(**more.get(run.op, {})) for run in runs]
-    recipes = [get_recipe(name) for name in runs[0].recipe_names()]
+    recipes = runs[0].recipes()
     count = sum(map(len, groups)) * len(recipes)
     work = _kernel_work(groups, recipes, _HEADS, _TOUR_SUSTAINED, peers=True)
     _finish("bench", json, count, table.results_table, work)
@@ -135,6 +141,7 @@ def decode(
     store: Annotated[
         bool, typer.Option("--store", help="Store K and V of the new tokens in the time too.")
     ] = False,
+    query_dtype: QueryDtype = "auto",
     quick: Quick = False,
     peers: WithPeers = True,
     sustained: Sustained = 1.0,
@@ -145,7 +152,7 @@ def decode(
     Example: inkling-backend bench decode --json decode.json
     """
     heads = Heads(q_heads, kv_heads, head_dim, page_size)
-    run = Run(shapes.DECODE, heads, formats, shape, quick, peers, json)
+    run = Run(shapes.DECODE, heads, formats, shape, quick, peers, json, query_dtype)
     _kernels(run, sustained, ragged=ragged, store=store)
 
 
@@ -161,6 +168,7 @@ def verify(
         int, typer.Option(min=1, help="Query tokens per request.")
     ] = _VERIFY_TOKENS,
     ragged: Ragged = False,
+    query_dtype: QueryDtype = "auto",
     quick: Quick = False,
     peers: WithPeers = True,
     sustained: Sustained = 1.0,
@@ -171,7 +179,7 @@ def verify(
     Example: inkling-backend bench verify --query-tokens 8
     """
     heads = Heads(q_heads, kv_heads, head_dim, page_size)
-    run = Run(shapes.VERIFY, heads, formats, shape, quick, peers, json)
+    run = Run(shapes.VERIFY, heads, formats, shape, quick, peers, json, query_dtype)
     _kernels(run, sustained, query_tokens=query_tokens, ragged=ragged)
 
 
@@ -190,6 +198,7 @@ def extend(
         Extend | None,
         typer.Option("--extend", help="What attends; unset means $INKLING_EXTEND, or auto."),
     ] = None,
+    query_dtype: QueryDtype = "auto",
     quick: Quick = False,
     peers: WithPeers = True,
     sustained: Sustained = 1.0,
@@ -200,7 +209,7 @@ def extend(
     Example: inkling-backend bench extend --shape 1x2k+32k --extend flashinfer
     """
     heads = Heads(q_heads, kv_heads, head_dim, page_size)
-    run = Run(shapes.EXTEND, heads, formats, shape, quick, peers, json)
+    run = Run(shapes.EXTEND, heads, formats, shape, quick, peers, json, query_dtype)
     _kernels(run, sustained, extend)
 
 
@@ -214,6 +223,7 @@ def store(
     kv_heads: KVHeads = _HEADS.kv_heads,
     head_dim: HeadDim = _HEADS.head_dim,
     page_size: PageSize = _HEADS.page_size,
+    query_dtype: QueryDtype = "auto",
     quick: Quick = False,
     peers: WithPeers = True,
     sustained: Sustained = 1.0,
@@ -224,7 +234,7 @@ def store(
     Example: inkling-backend bench store --shape 8k
     """
     heads = Heads(q_heads, kv_heads, head_dim, page_size)
-    _kernels(Run(shapes.STORE, heads, formats, shape, quick, peers, json), sustained)
+    _kernels(Run(shapes.STORE, heads, formats, shape, quick, peers, json, query_dtype), sustained)
 
 
 @app.command()
@@ -310,7 +320,7 @@ def _kernels(run: Run, sustained: float, extend: Extend | None = None, **more: i
     """Measure an operation of `AttentionRunner`."""
     with look.one_line(f"bench {run.command}"):
         cases = run.cases(**more)
-        recipes = [get_recipe(name) for name in run.recipe_names()]
+        recipes = run.recipes()
     work = _kernel_work([cases], recipes, run.heads, sustained, peers=run.peers, extend=extend)
     _finish(f"bench {run.command}", run.json, len(cases) * len(recipes), table.results_table, work)
 

@@ -65,6 +65,8 @@ def label(row: Row) -> str:
     text = " ".join(text.split()) + short(row["context"])
     if "new_tokens" in row:
         text += f" {short(row['new_tokens'])} new"
+    if row.get("query") == "mxfp8":
+        text += " query mxfp8"
     if "tp" in row:
         text += f" tp {row['tp']}"
     return text + "".join(f" {name}" for name in ("ragged", "store") if row.get(name))

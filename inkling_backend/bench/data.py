@@ -124,7 +124,7 @@ class Lab:
         self.max_context = max_context
         self.extend = extend
         self.layer = LayerAttention(heads.head_dim**-0.5)
-        self._runners: dict[tuple[str, int], AttentionRunner] = {}
+        self._runners: dict[tuple[str, bool, int], AttentionRunner] = {}
 
     def grow(self, cases: list[Case]) -> None:
         """Make room for every case, before the first runner: all of them share its kernels."""
@@ -137,7 +137,7 @@ class Lab:
         Raises:
             UnsupportedError: this attention cannot run on the device.
         """
-        key = recipe.name, q_len
+        key = recipe.name, recipe.quantize_query, q_len
         if key not in self._runners:
             heads = self.heads
             spec = AttentionSpec(

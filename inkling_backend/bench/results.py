@@ -134,7 +134,8 @@ def read(path: Path) -> dict[str, Any]:
 
 def identity(row: Row) -> tuple[tuple[str, Any], ...]:
     """What a row measures, hashable."""
-    return tuple((key, row[key]) for key in IDENTITY if key in row)
+    quantized = (("query", "mxfp8"),) if row.get("query") == "mxfp8" else ()
+    return (*((key, row[key]) for key in IDENTITY if key in row), *quantized)
 
 
 def best_bf16_peer(row: Row) -> float | None:

@@ -95,6 +95,7 @@ class Bench:
     def _row(self, case: Case, recipe: Recipe) -> Row:
         facts = case.facts()
         row: Row = {"op": facts.pop("op"), "format": recipe.name, **facts}
+        row["query"] = "mxfp8" if recipe.quantize_query else "bf16"
         try:
             if recipe.name in self._faults:
                 raise GateError(self._faults[recipe.name])

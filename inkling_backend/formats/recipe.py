@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from inkling_backend.errors import UnknownNameError
@@ -34,20 +34,28 @@ class Recipe:
         name: the name used in flags, logs and results: the format's, or those of K and of V
             joined by a dash.
         k, v: formats of K and of V.
-        quantize_query: whether Q becomes MXFP8 in the launch that stores K and V.
+        quantize_query: whether Q becomes MXFP8 in the launch that stores K and V; no recipe of
+            `RECIPES` does it by itself.
     """
 
     name: str
     k: Format
     v: Format
-    quantize_query: bool
+    quantize_query: bool = False
+
+    @property
+    def takes_mxfp8_query(self) -> bool:
+        """Whether Q may be MXFP8: where K is, so that both sides of a product are of one format."""
+        return self.k is MXFP8
+
+    def with_mxfp8_query(self) -> Recipe:
+        """The recipe with queries in MXFP8; itself where it takes none."""
+        return replace(self, quantize_query=self.takes_mxfp8_query)
 
 
-RECIPES: dict[str, Recipe] = {
-    name: Recipe(name, fmt, fmt, quantize_query=fmt is MXFP8) for name, fmt in FORMATS.items()
-}
 # Q stays as the model gave it: quantizing it costs accuracy and saves no byte of the cache.
-RECIPES["mxfp8-nvfp4"] = Recipe("mxfp8-nvfp4", MXFP8, NVFP4, quantize_query=False)
+RECIPES: dict[str, Recipe] = {name: Recipe(name, fmt, fmt) for name, fmt in FORMATS.items()}
+RECIPES["mxfp8-nvfp4"] = Recipe("mxfp8-nvfp4", MXFP8, NVFP4)
 
 
 def get_recipe(name: str) -> Recipe:

@@ -17,11 +17,12 @@ from inkling_backend.kernels.configs import KernelConfig
 from inkling_backend.kernels.side import Side
 
 
-def cache_arguments(query: Query, cache: LayerCache) -> tuple[torch.Tensor | None, ...]:
-    """The first eight arguments of an attention kernel; what a format has not is None."""
+def cache_arguments(query: Query, cache: LayerCache) -> tuple[torch.Tensor | int | None, ...]:
+    """The first nine arguments of an attention kernel; what a format has not is None."""
     return (
         query.data,
         query.scale,
+        query.row_stride,
         cache.k_data,
         cache.k_scale,
         cache.v_data,
@@ -89,6 +90,7 @@ class Example(NamedTuple):
         types = {"q_ptr": f"*{self.dtype}", "q_scale_ptr": "constexpr"}
         if self.quantized:
             types = {"q_ptr": "*u8", "q_scale_ptr": "*u8"}
+        types["q_stride"] = "i32:16"
         sides = (("k", self.layout.k_format), ("v", self.layout.v_format))
         for side, fmt in sides:
             types[f"{side}_ptr"] = "*u8" if fmt.block else "*bf16"

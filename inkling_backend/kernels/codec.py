@@ -197,7 +197,7 @@ def load_rows(
 def load_query(
     data_ptr,
     scale_ptr,
-    row,
+    offset,
     mask,
     QUANTIZED: tl.constexpr,
     D: tl.constexpr,
@@ -208,19 +208,19 @@ def load_query(
     Args:
         data_ptr: ``Query.data``: bfloat16 or float16, or uint8 E4M3 codes if QUANTIZED.
         scale_ptr: ``Query.scale``, uint8 E8M0; any pointer if not QUANTIZED.
-        row: ``[M]`` int64, rows of D elements.
+        offset: ``[M]`` int64, place of each row's first element; rows in MXFP8 are dense.
         mask: ``[M]`` bool; a row outside is zero and none of its bytes is read.
 
     Returns:
         ``[M, D_PAD]`` in the query's own dtype, or bfloat16 (exact) if QUANTIZED.
     """
     cols = tl.arange(0, D_PAD)
-    p_data = data_ptr + (row * D)[:, None] + cols[None, :]
+    p_data = data_ptr + offset[:, None] + cols[None, :]
     if QUANTIZED:
-        M: tl.constexpr = row.shape[0]
+        M: tl.constexpr = offset.shape[0]
         SB: tl.constexpr = D_PAD // 32
         blocks = tl.arange(0, SB)
-        p_scale = scale_ptr + (row * (D // 32))[:, None] + blocks[None, :]
+        p_scale = scale_ptr + (offset >> 5)[:, None] + blocks[None, :]
         scale = tl.load(p_scale, mask=_row_mask(mask, blocks, D // 32, SB), other=0)
         code = tl.load(p_data, mask=_row_mask(mask, cols, D, D_PAD), other=0)
         return _scaled(e4m3_value(code), _e8m0_value(scale), M, SB, 32, False)
@@ -229,9 +229,7 @@ def load_query(
 
 
 @triton.jit
-def load_query_columns(
-    data_ptr, scale_ptr, row, mask, cols, QUANTIZED: tl.constexpr, D: tl.constexpr
-):
+def load_query_columns(data_ptr, scale_ptr, offset, mask, cols, QUANTIZED: tl.constexpr):
     """Some columns of query rows, transposed, in float32; the arguments are those of `load_query`.
 
     Args:
@@ -240,9 +238,9 @@ def load_query_columns(
     Returns:
         ``[C, M]`` float32, exact.
     """
-    x = tl.load(data_ptr + (row * D)[None, :] + cols[:, None], mask=mask[None, :], other=0)
+    x = tl.load(data_ptr + offset[None, :] + cols[:, None], mask=mask[None, :], other=0)
     if QUANTIZED:
-        p_scale = scale_ptr + (row * (D // 32))[None, :] + (cols // 32)[:, None]
+        p_scale = scale_ptr + (offset >> 5)[None, :] + (cols // 32)[:, None]
         return e4m3_value(x) * _e8m0_value(tl.load(p_scale, mask=mask[None, :], other=0))
     else:
         return to_float32(x)

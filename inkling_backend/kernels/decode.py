@@ -34,6 +34,7 @@ from inkling_backend.kernels.configs import (
     persistent_programs,
 )
 from inkling_backend.kernels.plan import WorkList, load_record
+from inkling_backend.kernels.query_rows import query_offset, query_rows
 from inkling_backend.kernels.tile import (
     finite,
     finite_or_nan,
@@ -145,28 +146,6 @@ def decode_case(
     shape = cache_constants(example.layout, example.group, 1024)
     constants = {**shape, "Q_LEN": example.q_len, **constants}
     return compile_case(kernel, example, signature, constants, config)
-
-
-@triton.jit
-def query_rows(
-    first, BLOCK_M: tl.constexpr, GROUP: tl.constexpr, Q_LEN: tl.constexpr, HEADS: tl.constexpr
-):
-    """The rows of a program: the group of one query token after the other.
-
-    Args:
-        first: the first of its query tokens.
-
-    Returns:
-        (mask ``[M]``, query token ``[M]``, head within the group ``[M]``, offset ``[M]`` of the row
-        from that of the group's first head and token).
-    """
-    i_m = tl.arange(0, BLOCK_M)
-    token = first + i_m // GROUP
-    i_g = i_m % GROUP
-    offset = i_m
-    if Q_LEN > 1:
-        offset = token * (HEADS * GROUP) + i_g
-    return (token < Q_LEN) & (i_m < BLOCK_M // GROUP * GROUP), token, i_g, offset
 
 
 @triton.jit
@@ -296,6 +275,7 @@ def store_split(
 def _decode_kernel(
     q_ptr,
     q_scale_ptr,
+    q_stride,
     k_ptr,
     k_scale_ptr,
     v_ptr,
@@ -341,7 +321,8 @@ def _decode_kernel(
         head = item % K.heads
         request, start, end, whole = load_record(work_ptr, work)
         row = request.to(tl.int64) * ROWS + head * GROUP + offset  # [M]
-        q = load_query(q_ptr, q_scale_ptr, row, m_m, QUANTIZED, K.dim, K.pad)
+        place = query_offset(request, head, q_stride, token, i_g, offset, GROUP, Q_LEN, K.dim)
+        q = load_query(q_ptr, q_scale_ptr, place, m_m, QUANTIZED, K.dim, K.pad)
         newest = tl.load(seq_lens_ptr + request) - Q_LEN
         oldest = None
         if window is not None:

@@ -27,7 +27,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from inkling_backend.formats.layout import CacheLayout, SideLayout
 from inkling_backend.kernels.arch import ASYNC_TILES_CAPABILITY, Capability, loads_tiles
 from inkling_backend.kernels.arguments import examples
-from inkling_backend.kernels.codec import load_query_columns
 from inkling_backend.kernels.codec_fp16 import (
     classes,
     exp2,
@@ -43,42 +42,12 @@ from inkling_backend.kernels.configs import (
     fast_decode_config,
     persistent_programs,
 )
-from inkling_backend.kernels.decode import DecodeCall, decode_case, query_rows
+from inkling_backend.kernels.decode import DecodeCall, decode_case
 from inkling_backend.kernels.decode_redo import decode_redo
 from inkling_backend.kernels.launch import places_next, wait_for_previous
 from inkling_backend.kernels.plan import load_record
+from inkling_backend.kernels.query_rows import query_offset, query_rows, scaled_query
 from inkling_backend.kernels.tile import fold, normalizer, soft_cap, to_dtype
-
-
-@triton.jit
-def _scaled_query(
-    q_ptr, q_scale_ptr, row, mask, QUANTIZED: tl.constexpr, D: tl.constexpr, COUNT: tl.constexpr
-):
-    """The group's rows ``[M]`` as float16 classes ``[W, M]``, each row times a power of two.
-
-    A row's largest element comes into [2**13, 2**14), so that what is 2**-38 of it still counts.
-    Returns (classes, what undoes the scaling ``[M]``).
-    """
-    cols = tl.arange(0, D // COUNT) * COUNT
-    x0 = load_query_columns(q_ptr, q_scale_ptr, row, mask, cols, QUANTIZED, D)
-    x1 = load_query_columns(q_ptr, q_scale_ptr, row, mask, cols + 1, QUANTIZED, D)
-    amax = tl.maximum(tl.max(tl.abs(x0), 0), tl.max(tl.abs(x1), 0))
-    if COUNT == 4:
-        x2 = load_query_columns(q_ptr, q_scale_ptr, row, mask, cols + 2, QUANTIZED, D)
-        x3 = load_query_columns(q_ptr, q_scale_ptr, row, mask, cols + 3, QUANTIZED, D)
-        amax = tl.maximum(amax, tl.maximum(tl.max(tl.abs(x2), 0), tl.max(tl.abs(x3), 0)))
-    exponent = tl.maximum(amax.to(tl.int32, bitcast=True) >> 23, 30)
-    up = ((267 - exponent) << 23).to(tl.float32, bitcast=True)[None, :]
-    down = ((exponent - 13) << 23).to(tl.float32, bitcast=True)
-    if COUNT == 2:
-        return ((x0 * up).to(tl.float16), (x1 * up).to(tl.float16)), down
-    else:
-        return (
-            (x0 * up).to(tl.float16),
-            (x1 * up).to(tl.float16),
-            (x2 * up).to(tl.float16),
-            (x3 * up).to(tl.float16),
-        ), down
 
 
 @triton.jit
@@ -169,6 +138,7 @@ def _fold(top, total, acc, chunk_top, chunk_total, chunk_acc):
 def _decode_fast_kernel(
     q_ptr,
     q_scale_ptr,
+    q_stride,
     k_ptr,
     k_scale_ptr,
     v_ptr,
@@ -231,12 +201,13 @@ def _decode_fast_kernel(
         request, start, end, whole = load_record(work_ptr, work)
         table_ptr = page_table_ptr + request.to(tl.int64) * MAX_PAGES
         row = request.to(tl.int64) * ROWS + head * GROUP + offset  # [M]
+        q_at = query_offset(request, head, q_stride, token, i_g, offset, GROUP, Q_LEN, K.dim)
         if K_FMT == "bf16":
-            p_q = q_ptr + (row * K.dim)[None, :] + tl.arange(0, K.dim)[:, None]
+            p_q = q_ptr + q_at[None, :] + tl.arange(0, K.dim)[:, None]
             q = (tl.load(p_q, mask=m_m[None, :], other=0.0),)
             scale = tl.zeros([BLOCK_M], tl.float32) + scale_log2
         else:
-            q, down = _scaled_query(q_ptr, q_scale_ptr, row, m_m, QUANTIZED, K.dim, CK)
+            q, down = scaled_query(q_ptr, q_scale_ptr, q_at, m_m, QUANTIZED, K.dim, CK)
             scale = down * (scale_log2 * unshift(K_FMT))
         step = scale
         if softcap_log2 is not None:

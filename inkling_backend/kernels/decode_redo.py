@@ -26,17 +26,18 @@ from inkling_backend.kernels.decode import (
     DecodeCall,
     attend_split,
     decode_case,
-    query_rows,
     store_split,
 )
 from inkling_backend.kernels.launch import early, wait_for_previous
 from inkling_backend.kernels.plan import load_record
+from inkling_backend.kernels.query_rows import query_offset, query_rows
 
 
 @triton.jit(do_not_specialize=["window"])
 def _decode_redo_kernel(
     q_ptr,
     q_scale_ptr,
+    q_stride,
     k_ptr,
     k_scale_ptr,
     v_ptr,
@@ -103,7 +104,10 @@ def _decode_redo_kernel(
                 total = tl.load(total_ptr + part + i * ROWS, mask=m_m, other=0.0)
                 failed = tl.where(total != total, 1, failed)
             if tl.max(failed, 0) != 0:
-                q = load_query(q_ptr, q_scale_ptr, row, m_m, QUANTIZED, K.dim, K.pad)
+                place = query_offset(
+                    request, head, q_stride, token, i_g, offset, GROUP, Q_LEN, K.dim
+                )
+                q = load_query(q_ptr, q_scale_ptr, place, m_m, QUANTIZED, K.dim, K.pad)
                 newest = length - Q_LEN
                 oldest = None
                 if window is not None:

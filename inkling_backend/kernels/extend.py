@@ -56,6 +56,7 @@ def _sees(pos_k, first, last):
 def _extend_kernel(
     q_ptr,
     q_scale_ptr,
+    q_stride,
     k_ptr,
     k_scale_ptr,
     v_ptr,
@@ -130,7 +131,8 @@ def _extend_kernel(
     table_ptr = page_table_ptr + request.to(tl.int64) * MAX_PAGES
 
     row = (q_start + token).to(tl.int64) * (K.heads * GROUP) + head * GROUP + i_row % GROUP  # [M]
-    q = load_query(q_ptr, q_scale_ptr, row, m_row, QUANTIZED, K.dim, K.pad)
+    place = (q_start + token).to(tl.int64) * q_stride + (head * GROUP + i_row % GROUP) * K.dim
+    q = load_query(q_ptr, q_scale_ptr, place, m_row, QUANTIZED, K.dim, K.pad)
     acc = tl.zeros([BLOCK_M, V_PAD], dtype=tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)

@@ -138,7 +138,7 @@ def _dequantize_kernel(
     """BLOCK rows of one query head."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = row < rows
-    x = load_query(data_ptr, scale_ptr, row, mask, True, D, D_PAD)
+    x = load_query(data_ptr, scale_ptr, row * D, mask, True, D, D_PAD)
     cols = tl.arange(0, D_PAD)
     p_out = out_ptr + (row * D)[:, None] + cols[None, :]
     tl.store(p_out, x, mask=mask[:, None] & (cols < D)[None, :])

@@ -45,7 +45,8 @@ def page(model: dict[str, Any], made: dict[str, Any]) -> str:
         _model_table(rows),
         "![KL of every setting](kl.svg)",
         "![Error of the attention output per layer and head](attention-error.svg)",
-        "Settings are a base and transforms:",
+        "Settings are a base and transforms. `mxfp8` has queries in MXFP8 too "
+        "(`--inkling-query-dtype mxfp8`), no other base has.",
         "\n".join(f"- `+{name}`: {what}" for name, what in TRANSFORMS.items()),
         "## Goals",
         "KL of the best setting of a base, over the KL of the setting compared with.",

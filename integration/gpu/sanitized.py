@@ -43,7 +43,7 @@ def _run(
     pages = [-(-n // PAGE) for n in LENS]
     cache = KVCachePool(layout, 1, 1 + sum(pages), device).layer(0)
     context = max(LENS) + PAGE
-    spec = AttentionSpec(group * heads, layout, torch.bfloat16, recipe.quantize_query)
+    spec = AttentionSpec(group * heads, layout, torch.bfloat16, recipe.takes_mxfp8_query)
     runner = AttentionRunner(
         spec,
         max_batch=len(LENS),

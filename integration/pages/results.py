@@ -25,8 +25,13 @@ _NAME = re.compile(
     r"\.json"
 )
 
-# Setting of `inkling-backend accuracy` that simulates a recipe, where it is not called like it.
-_SETTINGS = {"mxfp8-nvfp4": "k_mxfp8_v_nvfp4"}
+# Setting of `inkling-backend accuracy` that simulates a recipe, where it is not called like it;
+# ``mxfp8_q_mxfp8`` is the recipe with queries in MXFP8.
+_SETTINGS = {
+    "mxfp8-nvfp4": "k_mxfp8_v_nvfp4",
+    "mxfp8": "mxfp8_q_bf16",
+    "mxfp8_q_mxfp8": "mxfp8",
+}
 
 
 def newest(folder: Path = RESULTS) -> dict[str, Path]:

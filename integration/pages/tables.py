@@ -16,7 +16,7 @@ from integration.pages import results
 # Order of the recipes, and when to choose each; {} is a figure of the accuracy results.
 CHOICE = {
     "bf16": "as the control",
-    "mxfp8": "always; {mxfp8_q_bf16:.2f} with `--inkling-query-dtype bf16`",
+    "mxfp8": "always; {mxfp8_q_mxfp8:.2f} with `--inkling-query-dtype mxfp8`",
     "mxfp8-nvfp4": "for more context at about the same cost",
     "nvfp4": "where memory decides, after measuring your model",
     "kvfp4": "where E8M0 scales are wanted",
@@ -62,14 +62,17 @@ def recipes() -> str:
                 choice.format(**costs),
             )
         )
+    quantized = "mxfp8" in measured and measured["mxfp8"].get("query", "mxfp8") == "mxfp8"
+    queries = ", `mxfp8` with queries in MXFP8" if quantized else ""
     head = ("recipe", "bits", "bytes¹", "tokens", "decode²", "KL³", "choose it")
     batch, context = SHAPE
     notes = (
         f"¹ Of a token in a layer, {_KV_HEADS} KV heads of {_HEAD_DIM}. ² {batch} requests of "
         f"{short(context)} tokens on an {content['host']['gpu']}, times faster than "
-        f"{_peers(content)} ([all results](integration/benchmarks/README.md)). ³ KL divergence "
-        "from a BF16 cache, as a multiple of that of an FP8 cache with one scale per tensor; "
-        "[SmolLM2-135M](integration/accuracy/README.md), a small model that notices every bit."
+        f"{_peers(content)}{queries} ([all results](integration/benchmarks/README.md)). ³ KL "
+        "divergence from a BF16 cache, as a multiple of that of an FP8 cache with one scale per "
+        "tensor; [SmolLM2-135M](integration/accuracy/README.md), a small model that "
+        "notices every bit."
     )
     return f"{table(head, lines)}\n\n{_fill(notes)}"
 
@@ -134,10 +137,15 @@ def decode_table() -> str:
 def start() -> str:
     """The line that a server logs at its start."""
     line, gpu = results.start_line("mxfp8")
-    return (
+    text = (
         "At its start the server logs one line that says what it does (here for SmolLM2-135M on an "
         f"{gpu}):\n\n```text\n{_fill(line)}\n```"
     )
+    if "queries in mxfp8" in line:
+        text += "\n\n" + _fill(
+            "Queries are in MXFP8 with `--inkling-query-dtype mxfp8`, in the model's dtype without."
+        )
+    return text
 
 
 def benchmarks() -> str:

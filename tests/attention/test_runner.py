@@ -116,7 +116,9 @@ def test_a_model_with_odd_head_counts(
     sizes = (3 * heads * dim, heads * dim, heads * dim)
     q, k, v = (part.view(total, -1, dim) for part in fused.split(sizes, dim=1))
     slots = torch.cat([slots_of(world, b) for b in range(len(lens))])
-    query = runner.store(world.cache, k, v, slots, q.contiguous())
+    query = runner.store(world.cache, k, v, slots, q)
+    if query.scale is None:
+        assert query.data.data_ptr() == fused.data_ptr(), "the query was copied"
     for side, rows in (("k", k), ("v", v)):
         stored = gather(slots, world.cache, side, torch.float32)
         assert (stored - rows.float()).norm() < 0.2 * rows.float().norm()
@@ -126,11 +128,24 @@ def test_a_model_with_odd_head_counts(
     for b, (start, stop) in enumerate(((0, 37), (37, total))):
         rows = query.dequantize()[start:stop]
         assert_as_accurate(out[start:stop], world, b, rows)
-    last = Query(*(None if x is None else x[[36, total - 1]].contiguous() for x in query))
+    last = Query(*(None if x is None else x[36::130] for x in query))
+    if query.scale is not None:
+        last = Query(*(x.contiguous() for x in last if x is not None))
     plan = runner.plan_decode(world.slot_table, world.rows, world.seq_lens, 2)
     out = runner.run(plan, last, world.cache, world.empty_out(2), PLAIN)
     for b in range(2):
         assert_as_accurate(out[b : b + 1], world, b, last.dequantize()[b : b + 1])
+
+
+def test_a_query_whose_heads_are_apart_is_refused(
+    implementation: str, device: torch.device
+) -> None:
+    world = make_world([5], device)
+    runner = world.runner()
+    q = torch.randn(1, 64, 4, dtype=world.dtype, device=device).transpose(1, 2)
+    plan = runner.plan_decode(world.slot_table, world.rows, world.seq_lens, 1)
+    with pytest.raises(InvalidTensorError, match="dense rows of shape"):
+        runner.run(plan, Query(q), world.cache, world.empty_out(1), PLAIN)
 
 
 def test_store_without_query(implementation: str, device: torch.device) -> None:

@@ -187,3 +187,13 @@ def assert_as_accurate(
     allowed += torch.finfo(world.dtype).eps / 2 * exact.abs().max()
     error = (got.cpu().double() - exact).abs().max()
     assert error <= allowed, f"request {request}: error {error:.3g}, allowed {allowed:.3g}"
+
+
+def strided(query: Query) -> Query:
+    """The same rows among others, as a slice of a fused projection has them; NaN between them."""
+    if query.scale is not None:
+        return query
+    tokens, heads, dim = query.data.shape
+    wide = query.data.new_full((tokens, (heads + 1) * dim + 16), torch.nan)
+    rows = wide[:, 16 : 16 + heads * dim].view(tokens, heads, dim)
+    return Query(rows.copy_(query.data))

@@ -148,6 +148,11 @@ def test_a_run_writes_its_rows(command: str, fake_gpu: None, tmp_path: Path) -> 
     assert {row["op"] for row in content["rows"]} == {command}
     assert content["host"]["torch"] == torch.__version__.split("+")[0]
     assert "of copy" in output
+    assert [row["query"] for row in content["rows"]] == ["bf16", "bf16"]
+    status, output = run(command, *flags, *SMALL, "--query-dtype", "mxfp8", "--json", path)
+    assert status == 0, output
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["query"] for row in rows] == ["mxfp8", "bf16"]
 
 
 def test_extend_says_what_attended(fake_gpu: None, tmp_path: Path) -> None:

@@ -86,7 +86,9 @@ def test_bytes_of_decode_are_the_cache_the_query_and_the_output() -> None:
     case = make_case(cases.DECODE, "64x8k", HEADS)
     rows = 64 * 32 * 128
     assert case.bytes(get_recipe("bf16")) == 64 * 8192 * 4096 + 4 * rows
-    assert case.bytes(get_recipe("mxfp8")) == 64 * 8192 * 2112 + rows * 33 // 32 + 2 * rows
+    assert case.bytes(get_recipe("mxfp8")) == 64 * 8192 * 2112 + 4 * rows
+    quantized = get_recipe("mxfp8").with_mxfp8_query()
+    assert case.bytes(quantized) == 64 * 8192 * 2112 + rows * 33 // 32 + 2 * rows
     stored = make_case(cases.DECODE, "64x8k", HEADS, store=True)
     assert stored.bytes(get_recipe("bf16")) - case.bytes(get_recipe("bf16")) == 64 * (4096 + 8)
 
@@ -95,7 +97,8 @@ def test_bytes_of_store() -> None:
     case = make_case(cases.STORE, "8k", HEADS)
     assert case.bytes(get_recipe("bf16")) == 8192 * (4096 + 8 + 4096)
     query = 32 * 128 * 2 + 32 * 132
-    assert case.bytes(get_recipe("mxfp8")) == 8192 * (4096 + 8 + 2112 + query)
+    assert case.bytes(get_recipe("mxfp8")) == 8192 * (4096 + 8 + 2112)
+    assert case.bytes(get_recipe("mxfp8").with_mxfp8_query()) == 8192 * (4096 + 8 + 2112 + query)
 
 
 def test_names_say_what_differs() -> None:

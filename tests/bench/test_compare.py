@@ -33,6 +33,14 @@ def test_nothing_in_common_fails() -> None:
     assert result.only_after == ["decode mxfp8 2x8k"]
 
 
+def test_queries_in_mxfp8_are_another_row() -> None:
+    plain, quantized = make_row(query="bf16"), make_row(query="mxfp8")
+    assert compare({"rows": [make_row()]}, {"rows": [plain]}).pairs
+    result = compare({"rows": [plain]}, {"rows": [quantized]})
+    assert not result.pairs
+    assert result.only_after == ["decode mxfp8 64x8k query mxfp8"]
+
+
 def test_labels() -> None:
     assert label(make_row(ragged=True, store=True)) == "decode mxfp8 64x8k ragged store"
     assert label(make_row(op="extend", batch=1, new_tokens=2048)) == "extend mxfp8 1x8k 2k new"

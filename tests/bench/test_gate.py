@@ -41,10 +41,15 @@ def test_every_operation_passes(case: str, name: str, device: torch.device) -> N
     prepared.check()
 
 
+@pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("case", ["decode", "extend", "store"])
-def test_the_kernels_pass(case: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_pass(
+    case: str, quantized: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("INKLING_KERNELS", "triton")
-    prepared = prepare(make_lab(device), get_recipe("mxfp8"), CASES[case], rotate=False)
+    recipe = get_recipe("mxfp8")
+    recipe = recipe.with_mxfp8_query() if quantized else recipe
+    prepared = prepare(make_lab(device), recipe, CASES[case], rotate=False)
     last = prepared.calls - 1
     prepared.launch(last)
     prepared.poison()

@@ -43,7 +43,7 @@ def test_a_row_for_each_case_and_recipe(said: list[str], monkeypatch: pytest.Mon
     times = {"us": 10.0, "us_sustained": 11.0, "copy_us": 10.0, "gate": "pass"}
     row = dict(rows[0])
     assert row.pop("peers").keys() >= {"flashinfer_bf16", "fa3_bf16"}
-    assert row == {**facts, **heads, **times, "bytes": CASES[0].bytes(RECIPES[0])}
+    assert row == {**facts, **heads, **times, "query": "bf16", "bytes": CASES[0].bytes(RECIPES[0])}
 
 
 def test_peers_and_copies_are_measured_once(

@@ -55,7 +55,7 @@ def test_recipe_becomes_the_engines_dtype(given: dict[str, Any], dtype: str | No
     ("field", "names"),
     [
         ("fp4_kv_cache_recipe", ("nvfp4", "kvfp4", "mxfp8-nvfp4")),
-        ("inkling_query_dtype", ("auto", "bf16")),
+        ("inkling_query_dtype", ("auto", "mxfp8", "bf16")),
     ],
 )
 def test_unknown_names_are_refused_with_the_known_ones(field: str, names: tuple[str, ...]) -> None:
@@ -85,9 +85,9 @@ def test_the_engines_own_option_takes_the_mixed_recipe() -> None:
 
 
 def test_query_dtype() -> None:
-    assert Flags().quantizes_query(True)
-    assert not Flags().quantizes_query(False)
-    assert not Flags(inkling_query_dtype="bf16").quantizes_query(True)
+    assert Flags(inkling_query_dtype="mxfp8").quantizes_query
+    assert not Flags().quantizes_query
+    assert not Flags(inkling_query_dtype="bf16").quantizes_query
 
 
 def test_flags_travel_on_the_record() -> None:

@@ -241,6 +241,17 @@ def test_all_reasons_at_once() -> None:
     assert len(found) == len(words)
 
 
+@pytest.mark.parametrize("dtype", ["mxfp8", "mxfp8-nvfp4", "nvfp4", "fp4_mx_block16", "bf16"])
+def test_queries_in_mxfp8_need_keys_in_mxfp8(dtype: str) -> None:
+    found = reasons(arguments(kv_cache_dtype=dtype), Flags(inkling_query_dtype="mxfp8"))
+    if dtype.startswith("mxfp8"):
+        assert found == []
+    else:
+        (reason,) = found
+        assert "--inkling-query-dtype mxfp8" in reason
+        assert f"--kv-cache-dtype is {dtype}" in reason
+
+
 def test_own_options_need_the_backend() -> None:
     theirs = ("triton", "triton")
     assert flag_reasons(Flags(), theirs, "auto") == []

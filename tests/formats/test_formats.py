@@ -295,7 +295,10 @@ def test_names() -> None:
     for name in FORMATS:
         recipe = get_recipe(name)
         assert (recipe.name, recipe.k.name, recipe.v.name) == (name, name, name)
-        assert recipe.quantize_query is (name == "mxfp8")
+        assert not recipe.quantize_query
+        quantized = recipe.with_mxfp8_query()
+        assert quantized.quantize_query is (name in ("mxfp8", "mxfp8-nvfp4"))
+        assert (quantized.k, quantized.v) == (recipe.k, recipe.v)
     with pytest.raises(UnknownNameError, match="unknown format 'fp8'; known: mxfp8, nvfp4, kvfp4"):
         get_format("fp8")
     with pytest.raises(UnknownNameError, match="unknown recipe 'fp8'; known: mxfp8"):

@@ -55,7 +55,7 @@ def query_kernel(
     """The first LIVE of M rows."""
     row = tl.arange(0, M).to(tl.int64)
     mask = row < LIVE
-    tile = load_query(data_ptr, scale_ptr, row, mask, QUANTIZED, D, D_PAD)
+    tile = load_query(data_ptr, scale_ptr, row * D, mask, QUANTIZED, D, D_PAD)
     tl.store(out_ptr + row[:, None] * D_PAD + tl.arange(0, D_PAD)[None, :], tile)
 
 

@@ -25,6 +25,7 @@ from tests.attention.world import (
     attend_exactly,
     make_world,
     slots_of,
+    strided,
 )
 from tests.kernels.test_plan import run_plan_decode
 
@@ -93,7 +94,7 @@ def make_call(
     for buffer in (partial.out, partial.top, partial.total):
         buffer.fill_(torch.nan)
     return DecodeCall(
-        Query(*(None if part is None else part[index].contiguous() for part in query)),
+        strided(Query(*(None if part is None else part[index].contiguous() for part in query))),
         world.cache,
         planned.page_table,
         planned.seq_lens,

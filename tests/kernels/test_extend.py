@@ -8,7 +8,14 @@ import torch
 from inkling_backend.attention import LayerAttention
 from inkling_backend.formats import Query
 from inkling_backend.kernels.extend import extend
-from tests.attention.world import PLAIN, World, assert_as_accurate, make_world, slots_of
+from tests.attention.world import (
+    PLAIN,
+    World,
+    assert_as_accurate,
+    make_world,
+    slots_of,
+    strided,
+)
 
 
 def run_extend(
@@ -26,7 +33,7 @@ def run_extend(
     lens = [world.lens[b] for b in order] if seq_lens is None else seq_lens
     out = world.empty_out(query.data.shape[0])
     extend(
-        query,
+        strided(query),
         world.cache,
         page_table=world.page_table[order].contiguous(),
         seq_lens=torch.tensor(lens, dtype=torch.int32, device=world.device),

@@ -65,7 +65,7 @@ class InklingAttnBackend(AttentionBackend):
                 num_q_heads=num_q_heads,
                 layout=self.layout,
                 dtype=model_runner.dtype,
-                quantize_query=flags.quantizes_query(self.pools.recipe.quantize_query),
+                quantize_query=flags.quantizes_query,
             ),
             max_batch=rows,
             max_context=max_context,
@@ -272,8 +272,7 @@ class InklingAttnBackend(AttentionBackend):
         layout, cache = self.layout, self.pools.layer(layer.layer_id)
         pool = int(self.pools.has_window_slots(layer.layer_id))
         q = q.view(-1, layer.tp_q_head_num, layout.k_head_dim).to(self.runner.spec.dtype)
-        if not self.runner.spec.quantize_query:
-            # Rows of a fused QKV projection are strided; a quantized query is dense anyway.
+        if not Query(q).has_dense_rows:
             q = q.contiguous()
         if save_kv_cache and k is not None and v is not None:
             query = self.runner.store(

@@ -32,7 +32,7 @@ KV_CACHE_DTYPES = {
 # Values of --kv-cache-dtype that the engine does not have by itself.
 OWN_KV_CACHE_DTYPES = ("mxfp8-nvfp4",)
 DEFAULT_KV_CACHE_DTYPE = "mxfp8"
-QUERY_DTYPES = ("auto", "bf16")
+QUERY_DTYPES = ("auto", "mxfp8", "bf16")
 
 _ATTRIBUTE = "_inkling_flags"
 _pending: contextvars.ContextVar[Flags | None] = contextvars.ContextVar(
@@ -46,8 +46,8 @@ class Flags:
 
     Attributes:
         fp4_kv_cache_recipe: one of `FP4_RECIPES` or None.
-        inkling_query_dtype: ``auto`` lets the recipe decide (MXFP8 quantizes the queries),
-            ``bf16`` keeps the queries in the model's dtype.
+        inkling_query_dtype: ``mxfp8`` quantizes the queries in the launch that stores K and V,
+            ``auto`` and ``bf16`` keep them in the model's dtype.
     """
 
     fp4_kv_cache_recipe: str | None = None
@@ -66,9 +66,10 @@ class Flags:
         """Whether the user gave one of the backend's own options."""
         return self != Flags()
 
-    def quantizes_query(self, recipe_quantizes: bool) -> bool:
-        """Whether queries are quantized, given what the recipe does by itself."""
-        return recipe_quantizes and self.inkling_query_dtype == "auto"
+    @property
+    def quantizes_query(self) -> bool:
+        """Whether queries become MXFP8."""
+        return self.inkling_query_dtype == "mxfp8"
 
 
 def add_cli_args(parser: argparse.ArgumentParser) -> None:
@@ -89,8 +90,8 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         "--inkling-query-dtype",
         choices=QUERY_DTYPES,
         default="auto",
-        help="'auto': the recipe decides (MXFP8 quantizes the queries); "
-        "'bf16': keep the queries in the model's dtype.",
+        help="'auto' and 'bf16': keep the queries in the model's dtype; 'mxfp8': quantize them in "
+        "the launch that stores K and V, for recipes with K in MXFP8.",
     )
 
 

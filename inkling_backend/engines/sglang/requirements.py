@@ -158,6 +158,11 @@ def _cache_reasons(
             f"--kv-cache-dtype {dtype} is not one of this backend's: "
             f"auto, {', '.join(KV_CACHE_DTYPES)}"
         )
+    elif flags.quantizes_query and not get_recipe(KV_CACHE_DTYPES[dtype]).takes_mxfp8_query:
+        reasons.append(
+            f"--inkling-query-dtype mxfp8 needs K in MXFP8, but --kv-cache-dtype is {dtype}: "
+            "leave it out, or take mxfp8 or mxfp8-nvfp4"
+        )
     prefill, decode = backends
     if prefill != decode and KV_CACHE_DTYPES.get(dtype) != "bf16":
         other, phase = (decode, "decode") if prefill == BACKEND else (prefill, "prefill")
@@ -265,7 +270,7 @@ def _attention_reasons(
     recipe = get_recipe(KV_CACHE_DTYPES.get(arguments.kv_cache_dtype, DEFAULT_KV_CACHE_DTYPE))
     q_heads, kv_heads = model.num_attention_heads // tp_size, model.get_num_kv_heads(tp_size)
     dims, page_size = (model.head_dim, model.v_head_dim), arguments.page_size
-    quantize_query = flags.quantizes_query(recipe.quantize_query)
+    quantize_query = flags.quantizes_query and recipe.takes_mxfp8_query
     reasons = reasons_against(
         num_q_heads=q_heads,
         num_kv_heads=kv_heads,
