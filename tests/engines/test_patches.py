@@ -73,6 +73,7 @@ USED = (
     ("sglang.srt.mem_cache.kv_cache_configurator", "KVCacheConfigurator.is_hybrid_swa"),
     ("sglang.srt.mem_cache.kv_cache_configurator", "KVCacheConfigurator.pool_page_size"),
     ("sglang.srt.mem_cache.kv_cache_configurator", "KVCacheConfigurator.kv_cache_dtype_str"),
+    ("sglang.srt.configs.model_config", "ModelConfig.get_swa_num_kv_heads"),
     ("sglang.srt.mem_cache.swa_memory_pool", "SWAKVPool._wait_for_layer"),
     ("sglang.srt.mem_cache.swa_memory_pool", "SWAKVPool.register_mapping"),
     ("sglang.srt.mem_cache.kv_cache_configurator", "KVCacheConfigurator.model_dtype"),
