@@ -139,10 +139,22 @@ def _flush_cache(engine: Any) -> None:
     insist(lambda: engine.flush_cache().success, "flush")
 
 
+def _update_weights_from_file(engine: Any, file: str) -> tuple[bool, str]:
+    from safetensors.torch import load_file
+
+    tensors = list(load_file(file).items())
+    engine.begin_weight_update()
+    try:
+        return engine.update_weights_from_tensor(tensors)
+    finally:
+        engine.end_weight_update()
+
+
 _EXTRA: dict[str, Callable[..., Any]] = {
     "encode": _encode,
     "chat_prompt": _chat_prompt,
     "flush_cache": _flush_cache,
+    "update_weights_from_file": _update_weights_from_file,
 }
 
 

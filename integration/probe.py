@@ -22,18 +22,23 @@ _OWNERS = (
     "sglang.srt.mem_cache.memory_pool",
 )
 _FILE = "INTEGRATION_PROBE_FILE"
-_METADATA = "Metadata-Version: 2.1\nName: integration-probe\nVersion: 0\n"
-_ENTRY = "[sglang.srt.plugins]\nintegration_probe = integration.probe:register\n"
+
+
+def write_plugin(folder: Path, name: str, register: str) -> None:
+    """Write the metadata by which the engine finds ``register`` with ``folder`` on its path."""
+    module = name.replace("-", "_")
+    info = folder / f"{module}-0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
+    entry = f"[sglang.srt.plugins]\n{module} = {register}\n"
+    (info / "entry_points.txt").write_text(entry)
 
 
 class Probe:
     """A probe whose files live in ``folder``."""
 
     def __init__(self, folder: Path) -> None:
-        info = folder / "integration_probe-0.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(_METADATA)
-        (info / "entry_points.txt").write_text(_ENTRY)
+        write_plugin(folder, "integration-probe", "integration.probe:register")
         self._file = folder / "pool.json"
         self.env = {_FILE: str(self._file), "PYTHONPATH": str(folder)}
 

@@ -149,3 +149,38 @@ def write_model(
                 weight.normal_(sink_logit, 1.0)
     model.save_pretrained(out)
     return write_config(out, base, **changes)
+
+
+def write_adapter(
+    out: Path, model: Path, seed: int = 0, rank: int = 8, strength: float = 0.3
+) -> Path:
+    """Write a random LoRA adapter of a model's attention, as PEFT does; returns its directory.
+
+    ``strength`` is the size of its change of a projection, relative to the projection.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    config = json.loads((model / "config.json").read_text())
+    hidden, head_dim = config["hidden_size"], config["head_dim"]
+    queries = config["num_attention_heads"] * head_dim
+    keys = config["num_key_value_heads"] * head_dim
+    shapes = {
+        "q_proj": (queries, hidden),
+        "k_proj": (keys, hidden),
+        "v_proj": (keys, hidden),
+        "o_proj": (hidden, queries),
+    }
+    torch.manual_seed(seed)
+    tensors = {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, (rows, columns) in shapes.items():
+            place = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            a, b = torch.randn(rank, columns), torch.randn(rows, rank)
+            tensors[f"{place}.lora_A.weight"] = (a * columns**-0.5).bfloat16()
+            tensors[f"{place}.lora_B.weight"] = (b * strength * rank**-0.5).bfloat16()
+    facts = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(shapes)}
+    out.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, out / "adapter_model.safetensors")
+    (out / "adapter_config.json").write_text(json.dumps(facts))
+    return out

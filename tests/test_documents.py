@@ -153,6 +153,28 @@ def test_modules_that_are_named_exist(text: str) -> None:
     assert {name for name in names if not (PACKAGE / name).exists()} == set()
 
 
+def test_the_table_of_serving_features_is_true() -> None:
+    """Its tests exist, and it refuses what the server refuses."""
+    table = rows(README, "| feature | recipes | works")
+    assert all(len(row) == 3 and all(row) for row in table)
+    found = [*(ROOT / "tests").rglob("test_*.py"), *(ROOT / "integration").glob("test_*.py")]
+    tests = set(re.findall(r"def (test_\w+)", "".join(path.read_text() for path in found)))
+    refused: set[str] = set()
+    for feature, recipes, status in table:
+        flags = set(re.findall(r"`(--[\w-]+)", feature))
+        assert set(re.findall(r"`(test_\w+)`", status)) <= tests
+        assert set(re.findall(r"`([\w-]+)`", recipes)) <= set(RECIPES), recipes
+        if recipes == "none":
+            assert re.match(r"refused( with \w+, .+|: .+)", status), status
+            refused |= flags
+        else:
+            assert re.match(r"(kernels only: )?`(test_\w+|integration/gpu/run)`", status), status
+    text = (PACKAGE / "engines" / "sglang" / "requirements.py").read_text()
+    server = text[text.index("_UNSUPPORTED:") : text.index("def uses_backend")]
+    known = set(re.findall(r"\((--[\w-]+)\)", server)) | {"--cuda-graph-backend-prefill"}
+    assert refused == known
+
+
 def test_the_table_of_recipes_says_what_was_measured() -> None:
     table = rows(README, "| recipe | bits |")
     assert {row[0].split("`")[1] for row in table} == set(RECIPES)

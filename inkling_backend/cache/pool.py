@@ -6,7 +6,7 @@ Whatever moves, copies or exports a token takes its scales along.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,6 +29,11 @@ class Buffer(NamedTuple):
     name: str
     tensor: torch.Tensor
     bytes_per_page: int
+
+    @property
+    def part(self) -> str:
+        """``k_data``, ``k_scale``, ``v_data`` or ``v_scale``."""
+        return self.name.partition(".")[2]
 
 
 class SlotRows(NamedTuple):
@@ -69,8 +74,10 @@ class KVCachePool:
         """Allocates every buffer.
 
         Args:
+            allocate: called like `torch.zeros` for what grows with the pool; must give zeroed
+                memory (a byte of 0xFF is a NaN) where attention reads the pages. Its contents may
+                get lost while no token is kept, those of the global scales and centers may not.
             centers, rotates: the key transform of every layer (`inkling_backend.transforms`).
-            allocate: called like `torch.zeros`; must give zeroed memory (a byte of 0xFF is a NaN).
         """
         self.layout = layout
         self.num_layers = num_layers
@@ -79,7 +86,7 @@ class KVCachePool:
         def global_scales(side: SideLayout) -> torch.Tensor | None:
             if not side.format.has_global_scale:
                 return None
-            return allocate((num_layers,), dtype=torch.float32, device=device).fill_(1.0)
+            return torch.ones(num_layers, dtype=torch.float32, device=device)
 
         def data(side: SideLayout) -> torch.Tensor:
             shape = layout.data_shape(side, num_pages)
@@ -99,7 +106,7 @@ class KVCachePool:
         self.k_center = None
         if centers:
             shape = (num_layers, layout.num_kv_heads, layout.k_head_dim)
-            self.k_center = allocate(shape, dtype=torch.float32, device=device)
+            self.k_center = torch.zeros(shape, dtype=torch.float32, device=device)
         self._layers = [
             LayerCache(
                 layout,
@@ -139,12 +146,19 @@ class KVCachePool:
         """Every buffer that grows with the pool: what a transfer of pages must take along."""
         found = []
         for i, cache in enumerate(self._layers):
-            for name in ("k_data", "k_scale", "v_data", "v_scale"):
-                tensor = getattr(cache, name)
-                if tensor is not None:
-                    per_page = tensor.nbytes // self.num_pages if self.num_pages else 0
-                    found.append(Buffer(f"layer{i}.{name}", tensor, per_page))
+            for name, tensor in _parts(cache).items():
+                per_page = tensor.nbytes // self.num_pages if self.num_pages else 0
+                found.append(Buffer(f"layer{i}.{name}", tensor, per_page))
         return found
+
+    def transfers(self) -> list[Buffer]:
+        """`buffers` as an engine describes a pool to another: K's of all layers, then V's.
+
+        The data of all layers come before their scales. A peer of the same layout has the same
+        list; page by page, entry i goes to its entry i.
+        """
+        parts = sorted({buffer.part for buffer in self.buffers()})
+        return [each for part in parts for each in self.buffers() if each.part == part]
 
     def copy_slots(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Copies tokens, scales included, from slots ``src`` to slots ``dst``, in every layer.
@@ -163,6 +177,38 @@ class KVCachePool:
                 self._flat(cache), self._indices(dst), self._indices(src), strict=True
             ):
                 tensor[to] = tensor[where]
+
+    def copy_pages(
+        self,
+        to: Sequence[int],
+        source: KVCachePool,
+        pages: Sequence[int],
+        layers: Iterable[int] | None = None,
+    ) -> None:
+        """Copies whole pages, scales included, from another pool, which may be on another device.
+
+        Neighbours are copied at once. Between a GPU and pinned memory nothing waits for the copies:
+        they are done when the current stream is.
+
+        Args:
+            to, pages: pages of this pool, and those of ``source`` that come there; on the host.
+            source: a pool of the same layout.
+            layers: layers to copy; None for all.
+        """
+        if len(to) != len(pages):
+            raise InvalidTensorError("pages", "pages to copy:", len(to), len(pages))
+        if (source.layout, source.num_layers) != (self.layout, self.num_layers):
+            got = f"{source.num_layers} layers of {source.layout}"
+            raise InvalidTensorError("source", "layers and layout of", self.layout, got)
+        runs = _runs(to, pages)
+        for layer in range(self.num_layers) if layers is None else layers:
+            origins = _parts(source._layers[layer])
+            for name, target in _parts(self._layers[layer]).items():
+                target = target.view(self.num_pages, -1)
+                origin = origins[name].view(source.num_pages, -1)
+                for first, from_first, count in runs:
+                    there = slice(from_first, from_first + count)
+                    target[first : first + count].copy_(origin[there], non_blocking=True)
 
     def export_slots(self, slots: torch.Tensor) -> list[SlotRows]:
         """The bytes of some tokens in every layer, in CPU memory.
@@ -216,3 +262,20 @@ class KVCachePool:
             if side.format.block:
                 found.append(self.layout.scale_offsets(side, slots))
         return found
+
+
+def _parts(cache: LayerCache) -> dict[str, torch.Tensor]:
+    """The buffers of a layer that grow with the pool."""
+    parts = {name: getattr(cache, name) for name in ("k_data", "k_scale", "v_data", "v_scale")}
+    return {name: tensor for name, tensor in parts.items() if tensor is not None}
+
+
+def _runs(to: Sequence[int], pages: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(first target, first source, pages) of neighbours that stay neighbours."""
+    runs: list[tuple[int, int, int]] = []
+    for target, origin in zip(to, pages, strict=True):
+        if runs and (target, origin) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
+            runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
+        else:
+            runs.append((target, origin, 1))
+    return runs

@@ -1,4 +1,4 @@
-"""The real engine on two GPUs: tensor parallel against one rank, and data-parallel attention."""
+"""The real engine on two GPUs: tensor and pipeline parallel, and data-parallel attention."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ PROMPTS = [
 ]
 NEW_TOKENS = 24
 TENSOR: dict[str, object] = {"tp_size": RANKS}
+PIPELINE: dict[str, object] = {"pp_size": RANKS}
 DATA: dict[str, object] = {"tp_size": RANKS, "dp_size": RANKS, "enable_dp_attention": True}
 # Where there are no GPUs, two ranks share the CPU over gloo.
 CPU_ENV = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_NCCL_SO_PATH": "/nonexistent"}
@@ -56,7 +57,7 @@ def run_parallel(folder: Path, recipes: tuple[str, ...] = RECIPES) -> Iterator[C
         folder: where the tiny model is written.
     """
     model = write_model(folder / "tiny", LLAMA | MODEL)
-    setups = {"one rank": {}, "tp 2": TENSOR, "dp 2": DATA}
+    setups = {"one rank": {}, "tp 2": TENSOR, "pp 2": PIPELINE, "dp 2": DATA}
     with ThreadPoolExecutor(len(setups)) as pool:
         for number, recipe in enumerate(recipes):
             running = {
@@ -115,8 +116,9 @@ def _cases(recipe: str, seen: Mapping[str, Seen]) -> Iterator[Case]:
             detail = f"{one.graph_steps} of {one.decode_steps} decode steps in captured graphs"
             passed = one.graph_steps == one.decode_steps > 0
             yield case(f"{name}: decode through graphs", recipe, passed, detail)
-        # Attention heads are split by tensor parallelism, and whole in data-parallel attention.
-        share = RANKS if name == "tp 2" else 1
+        # Heads are split by tensor parallelism, layers by a pipeline, data-parallel attention has
+        # all of both.
+        share = 1 if name == "dp 2" else RANKS
         detail = f"{one.bytes_per_token} bytes per token and rank, {single.bytes_per_token} alone"
         passed = one.bytes_per_token * share == single.bytes_per_token > 0
         yield case(f"{name}: size of the cache", recipe, passed, detail)

@@ -93,16 +93,21 @@ def test_an_empty_pool_holds_zeros_with_a_scale_of_one(name: str) -> None:
     assert (gather(torch.arange(1, 11), cache, "k", torch.float32) == 1.0).all()
 
 
-def test_every_buffer_comes_from_the_given_allocator() -> None:
-    calls: list[tuple[int, ...]] = []
+def test_what_grows_with_the_pool_comes_from_the_given_allocator() -> None:
+    """And nothing else: what it gives may lose its contents while the server sleeps."""
+    made: list[torch.Tensor] = []
 
     def allocate(shape: tuple[int, ...], **options: object) -> torch.Tensor:
-        calls.append(shape)
-        return torch.zeros(shape, **options)  # type: ignore[call-overload]
+        made.append(torch.zeros(shape, **options))  # type: ignore[call-overload]
+        return made[-1]
 
     layout = CacheLayout(get_format("nvfp4"), get_format("mxfp8"), 2, 64, 64, 64)
     pool = KVCachePool(layout, 2, 3, "cpu", allocate)
-    assert len(calls) == len(pool.buffers()) + 1
+    assert {id(tensor) for tensor in made} == {id(each.tensor) for each in pool.buffers()}
+    for tensor in made:
+        tensor.fill_(0xFF)
+    assert pool.k_global is not None
+    assert pool.k_global.tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("page", [32, 64, 128])
@@ -149,6 +154,53 @@ def test_export_and_import_round_trip(k: str, v: str) -> None:
     other.import_slots(torch.tensor([9, 70, 100]), saved)
     assert all(torch.equal(a, b) for a, b in zip(rows(other, [9, 70, 100]), wanted, strict=True))
     assert other.export_slots(torch.tensor([8]))[2].k.data.count_nonzero() == 0
+
+
+def contents(pool: KVCachePool) -> list[torch.Tensor]:
+    """Bytes of every buffer, ``[pages, bytes of a page]``."""
+    return [each.tensor.view(pool.num_pages, -1).view(torch.uint8) for each in pool.buffers()]
+
+
+@pytest.mark.parametrize("page", [32, 128])
+@pytest.mark.parametrize(("k", "v"), PAIRS)
+def test_pages_make_a_round_trip_with_their_scales(k: str, v: str, page: int) -> None:
+    """To a pool of another size, as the host tier has one, and back into other pages."""
+    device, host = make_pool(k, v, page, pages=7), make_pool(k, v, page, pages=9)
+    fill(device)
+    before = [each.clone() for each in contents(device)]
+    host.copy_pages([8, 2, 3, 4], device, [1, 4, 5, 6])
+    for tensor in contents(device):
+        tensor.fill_(0xFF)
+    device.copy_pages([1, 2, 3, 6], host, [3, 4, 8, 2])
+    for was, now in zip(before, contents(device), strict=True):
+        assert torch.equal(now[[1, 2, 3, 6]], was[[5, 6, 1, 4]])
+        assert (now[[0, 4, 5]] == 0xFF).all()
+
+
+def test_pages_of_one_layer_are_copied_alone() -> None:
+    source, target = make_pool("mxfp8", "nvfp4"), make_pool("mxfp8", "nvfp4")
+    fill(source)
+    before = [each.clone() for each in contents(target)]
+    target.copy_pages([2], source, [3], layers=[1])
+    for name, was, now, origin in zip(
+        [each.name for each in target.buffers()],
+        before,
+        contents(target),
+        contents(source),
+        strict=True,
+    ):
+        if name.startswith("layer1."):
+            assert torch.equal(now[2], origin[3])
+            was[2] = origin[3]
+        assert torch.equal(now, was)
+
+
+def test_wrong_copies_of_pages_are_refused() -> None:
+    pool = make_pool("mxfp8", "mxfp8")
+    with pytest.raises(InvalidTensorError, match="pages"):
+        pool.copy_pages([1, 2], make_pool("mxfp8", "mxfp8"), [1])
+    with pytest.raises(InvalidTensorError, match="source"):
+        pool.copy_pages([1], make_pool("mxfp8", "mxfp8", page=32), [1])
 
 
 def test_wrong_copies_are_refused() -> None:

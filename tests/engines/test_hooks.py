@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from inkling_backend.attention import flashinfer_extend
+from inkling_backend.attention import (
+    flashinfer_extend,
+    triton_path,  # noqa: F401 - first imported while `arch` is patched, kernels would keep that
+)
 from inkling_backend.engines.sglang import patches, sizing, versions
 from inkling_backend.engines.sglang.flags import Flags, construct, flags_of
 from inkling_backend.errors import UnsupportedError
@@ -43,6 +46,7 @@ def _engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "model_config", lambda args: config)
     monkeypatch.setattr(versions, "model_traits", lambda model: [])
     monkeypatch.setattr(versions, "runs_on_cpu", lambda: True)
+    monkeypatch.setattr(versions, "has_host_pools", lambda: True)
     monkeypatch.setattr(patches, "verify", lambda: None)
 
 
@@ -68,6 +72,39 @@ def test_models_with_windows_alone_have_one_pool(monkeypatch: pytest.MonkeyPatch
         assert getattr(args, "disable_hybrid_swa_memory", False) is one_pool
 
 
+@pytest.mark.parametrize(
+    ("dtype", "tier", "expected"),
+    [
+        ("nvfp4", True, ("direct", "layer_first")),
+        ("nvfp4", False, ("kernel", "page_first")),
+        ("bf16", True, ("kernel", "page_first")),
+    ],
+)
+def test_a_host_tier_of_ours_has_one_layout(
+    dtype: str, tier: bool, expected: tuple[str, str]
+) -> None:
+    fields = {"hicache_io_backend": "kernel", "hicache_mem_layout": "page_first"}
+    args = Args(kv_cache_dtype=dtype, enable_hierarchical_cache=tier, **fields)
+    prepare(args)
+    assert (args.hicache_io_backend, args.hicache_mem_layout) == expected
+
+
+def test_the_host_pool_of_other_pools_is_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    class InklingKVPool:
+        pass
+
+    package = "inkling_backend.engines.sglang"
+    ours = SimpleNamespace(InklingKVPool=InklingKVPool)
+    monkeypatch.setitem(sys.modules, f"{package}.pool", ours)
+    host = SimpleNamespace(build=lambda **keywords: ("ours", keywords))
+    monkeypatch.setitem(sys.modules, f"{package}.host_pool", host)
+    pools = {"ours": InklingKVPool(), "theirs": object()}
+    for name, pool in pools.items():
+        keywords = {"kv_pool": pool, "page_size": 128}
+        built = patches._build_kv_host_pool(lambda **kw: ("theirs", kw), **keywords)
+        assert built == (name, keywords)
+
+
 def test_what_the_user_set_stays() -> None:
     args = Args(kv_cache_dtype="nvfp4", page_size=64)
     prepare(args)
@@ -83,7 +120,7 @@ def test_other_backends_are_left_alone() -> None:
 
 def test_refusal_carries_every_reason() -> None:
     with pytest.raises(UnsupportedError) as error:
-        prepare(Args(page_size=1, enable_hierarchical_cache=True, speculative_algorithm="EAGLE"))
+        prepare(Args(page_size=1, enable_lmcache=True, speculative_algorithm="EAGLE"))
     assert len(error.value.reasons) == 3
 
 

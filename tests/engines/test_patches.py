@@ -73,6 +73,7 @@ USED = (
     ("sglang.srt.mem_cache.kv_cache_configurator", "KVCacheConfigurator.is_hybrid_swa"),
     ("sglang.srt.mem_cache.kv_cache_configurator", "KVCacheConfigurator.pool_page_size"),
     ("sglang.srt.mem_cache.kv_cache_configurator", "KVCacheConfigurator.kv_cache_dtype_str"),
+    ("sglang.srt.configs.model_config", "ModelConfig.get_swa_num_kv_heads"),
     ("sglang.srt.mem_cache.swa_memory_pool", "SWAKVPool._wait_for_layer"),
     ("sglang.srt.mem_cache.swa_memory_pool", "SWAKVPool.register_mapping"),
     ("sglang.srt.mem_cache.kv_cache_configurator", "KVCacheConfigurator.model_dtype"),
@@ -188,10 +189,13 @@ def test_parameters_of_hooked_functions(tree: Path) -> None:
         "_build_hybrid_swa_kv_pool": ["self"],
         "configure_kv_cache_dtype": [],
     }
+    if _is_new(tree):
+        expected["build_kv_host_pool"] = []
     keywords = {
         "_build_mha_kv_pool": {"max_total_num_tokens", "mha_pool_class", "quant_method"},
         "_build_hybrid_swa_kv_pool": {"mha_pool_class"},
         "configure_kv_cache_dtype": {"server_args_kv_cache_dtype", "model_dtype"},
+        "build_kv_host_pool": {"kv_pool", "page_size", "host_size", "mtp_draft_device_pools"},
     }
     checked = set()
     for patch in wanted(_is_new(tree)):

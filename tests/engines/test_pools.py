@@ -96,8 +96,8 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delitem(sys.modules, f"{PACKAGE}.pools", raising=False)
     made = importlib.import_module(f"{PACKAGE}.pools")
-    # Only here: the next importer gets the engine's own.
-    monkeypatch.delitem(sys.modules, f"{PACKAGE}.pools")
+    # Forgotten afterwards: it is built on the stand-ins.
+    monkeypatch.setitem(sys.modules, f"{PACKAGE}.pools", sys.modules.pop(f"{PACKAGE}.pools"))
 
     def pools(pool: Any, name: str = "inkling_mxfp8") -> Any:
         runner = SimpleNamespace(token_to_kv_pool=pool, kv_cache_dtype_str=name, model_config=None)

@@ -125,7 +125,7 @@ def test_cpu_is_supported() -> None:
         ({"page_size": 1}, "page size 1 "),
         ({"kv_cache_dtype": "fp8_e4m3"}, "fp8_e4m3 mxfp8 nvfp4 fp4_mx_block16 bf16"),
         ({"speculative_algorithm": "EAGLE"}, "speculative"),
-        ({"enable_hierarchical_cache": True}, "HiCache"),
+        ({"hicache_storage_backend": "file"}, "--hicache-storage-backend"),
         ({"enable_lmcache": True}, "LMCache"),
         ({"disaggregation_mode": "decode"}, "disaggregation"),
         ({"dcp_size": 2}, "--dcp-size"),
@@ -202,6 +202,19 @@ def test_engine_that_cannot_page_on_cpu() -> None:
     assert "0.5.23" in reason
 
 
+def test_a_host_tier() -> None:
+    args = arguments(enable_hierarchical_cache=True)
+    assert reasons(args) == []
+    (reason,) = reasons(args, host_tier_supported=False)
+    assert "0.5.23" in reason
+    assert reasons(host_tier_supported=False) == []
+    windows = model(is_hybrid_swa=True)
+    (reason,) = reasons(args, config=windows)
+    assert "--disable-hybrid-swa-memory" in reason
+    one_pool = arguments(enable_hierarchical_cache=True, disable_hybrid_swa_memory=True)
+    assert reasons(one_pool, config=windows) == []
+
+
 def test_kinds_of_model_that_the_engine_names() -> None:
     (reason,) = reasons(traits=["hybrid linear-attention layers"])
     assert "hybrid linear-attention layers" in reason
@@ -231,14 +244,14 @@ def test_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_all_reasons_at_once() -> None:
     found = reasons(
-        arguments(page_size=16, enable_hierarchical_cache=True, speculative_algorithm="EAGLE"),
+        arguments(page_size=16, enable_lmcache=True, speculative_algorithm="EAGLE"),
         Flags("kvfp4"),
         ("inkling", "triton"),
         model(is_encoder_decoder=True, head_dim=72, v_head_dim=72),
         capability=(7, 0),
     )
     text = "\n".join(found)
-    words = ("page size", "HiCache", "speculative", "conflicts", "triton", "encoder", "72", "7.0")
+    words = ("page size", "LMCache", "speculative", "conflicts", "triton", "encoder", "72", "7.0")
     assert all(word in text for word in words), text
     assert len(found) == len(words)
 
@@ -270,6 +283,13 @@ def test_centers_need_logits_that_may_shift() -> None:
     (reason,) = layer_reasons(layers, layout, 8, whole_prompts=False, centers=True)
     assert "soft-cap" in reason
     assert "(1 layers): set --inkling-key-transform to rotate" in reason
+
+
+def test_pages_of_the_host_tier_outlive_no_center() -> None:
+    served = arguments(enable_hierarchical_cache=True)
+    assert reasons(served, Flags(inkling_key_transform="rotate")) == []
+    (reason,) = reasons(served, Flags(inkling_key_transform="center+rotate"))
+    assert "a center of the keys with HiCache" in reason
 
 
 def test_centers_need_one_pool_and_no_sinks() -> None:

@@ -140,7 +140,7 @@ class InklingAttnBackend(AttentionBackend):
         if pool is not None:
             logger.info(
                 "inkling: %d of %d layers have a sliding window and a pool of their own: %d bytes "
-                "of a token (%d layers of %d), %d tokens in it (--swa-full-tokens-ratio)",
+                "of a token (%d layers of %d), %d tokens in it",
                 windows,
                 len(layers),
                 pool.layers * layout.bytes_per_token,

@@ -84,6 +84,11 @@ def _prepare(server_args: Any, previous: Callable[[Any], None]) -> None:
         versions.set_fields(server_args, kv_cache_dtype=DEFAULT_KV_CACHE_DTYPE)
     if view.page_size is None:
         versions.set_fields(server_args, page_size=DEFAULT_PAGE_SIZE)
+    bf16 = KV_CACHE_DTYPES.get(view.kv_cache_dtype) == "bf16"
+    if getattr(view, "enable_hierarchical_cache", False) and not bf16:
+        # The host pool has one layout and copies by itself, by page numbers on the host.
+        host_tier = {"hicache_io_backend": "direct", "hicache_mem_layout": "layer_first"}
+        versions.set_fields(server_args, **host_tier)
     view = versions.view(server_args)
     model = versions.model_config(server_args)
     if getattr(model, "full_attention_layer_ids", None) == []:
@@ -96,6 +101,7 @@ def _prepare(server_args: Any, previous: Callable[[Any], None]) -> None:
         model,
         capability=versions.gpu_capability(view.device),
         cpu_supported=versions.runs_on_cpu(),
+        host_tier_supported=versions.has_host_pools(),
         tp_size=versions.attention_tp_size(view),
         traits=versions.model_traits(model),
     )
@@ -168,6 +174,16 @@ def _take_pool_class(configurator: Any, **kwargs: Any) -> Any:
     return (configurator,), kwargs
 
 
+def _build_kv_host_pool(original: Callable[..., Any], **kwargs: Any) -> Any:
+    from inkling_backend.engines.sglang.pool import InklingKVPool
+
+    if not isinstance(kwargs["kv_pool"], InklingKVPool):
+        return original(**kwargs)
+    from inkling_backend.engines.sglang.host_pool import build
+
+    return build(**kwargs)
+
+
 def _get_last_loc(
     original: Callable[..., Any], req_to_token: Any, req_pool_indices: Any, prefix_lens: Any
 ) -> Any:
@@ -220,6 +236,9 @@ PATCHES: tuple[Patch, ...] = (
     Patch(f"{_POOLS}._profile_available_bytes", "after", sizing.without_workspace,
           "keeps the runner's workspace, allocated after the pools, out of their share",
           until="the engine asks attention backends for their workspace"),
+    Patch("sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler.build_kv_host_pool", "around",
+          _build_kv_host_pool,
+          "the host tier's pool: the engine's own would leave the scales behind", since="0.5.23"),
     Patch("sglang.srt.mem_cache.allocation.get_last_loc", "around", _get_last_loc,
           "runs a Triton kernel on CPU tensors for every backend but torch_native",
           until="the engine asks the device instead of the backend's name"),

@@ -89,20 +89,15 @@ class InklingKVPool(MHATokenToKVPool):
             )
         slots = self.size + self.page_size
         assert slots % self.page_size == 0, (self.size, self.page_size)
-        custom_pool = (
-            torch.cuda.use_mem_pool(self.custom_mem_pool)
-            if self.enable_custom_mem_pool
-            else nullcontext()
+        self.pages = KVCachePool(
+            self.layout,
+            self.layer_num,
+            slots // self.page_size,
+            self.device,
+            self._allocate,
+            centers=self.centers,
+            rotates=self.rotates,
         )
-        with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE), custom_pool:
-            self.pages = KVCachePool(
-                self.layout,
-                self.layer_num,
-                slots // self.page_size,
-                self.device,
-                centers=self.centers,
-                rotates=self.rotates,
-            )
         layers = [self.pages.layer(i) for i in range(self.layer_num)]
         self.k_buffer = [layer.k_data for layer in layers]
         self.v_buffer = [layer.v_data for layer in layers]
@@ -112,6 +107,16 @@ class InklingKVPool(MHATokenToKVPool):
         self.store_dtype = self.layout.k_format.data_dtype
         self._kv_buffer_descs = self._build_kv_buffer_descs()
         self._init_data_ptrs_and_strides()
+
+    def _allocate(self, *shape: Any, **options: Any) -> torch.Tensor:
+        """`torch.zeros` in memory that the engine can take away while the server sleeps."""
+        custom_pool = (
+            torch.cuda.use_mem_pool(self.custom_mem_pool)
+            if self.enable_custom_mem_pool
+            else nullcontext()
+        )
+        with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE), custom_pool:
+            return torch.zeros(*shape, **options)
 
     def _clear_buffers(self) -> None:
         del self.pages, self.k_buffer, self.v_buffer
@@ -189,9 +194,18 @@ class InklingKVPool(MHATokenToKVPool):
     def _get_value_buffer(self, layer_id: int) -> NoReturn:
         self._refuse("the value buffer as plain rows")
 
-    def get_contiguous_buf_infos(self) -> NoReturn:
-        """Refused: the transfer would drop the scales."""
-        self._refuse("KV transfer")
+    def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
+        """Addresses, bytes and bytes of a page of every buffer, scales included.
+
+        In the order of `KVCachePool.transfers`, so that the first half is of K. Global scales are
+        not among them: they are the same in every process.
+        """
+        buffers = self.pages.transfers()
+        return (
+            [buffer.tensor.data_ptr() for buffer in buffers],
+            [buffer.tensor.nbytes for buffer in buffers],
+            [buffer.bytes_per_page for buffer in buffers],
+        )
 
     def get_device_pool_infos(self) -> NoReturn:
         """Refused: the host tier would drop the scales."""

@@ -37,7 +37,11 @@ _WHOLE = "set --chunked-prefill-size -1 and --disable-radix-cache"
 # Field of the arguments, whether its value asks for the feature, what the feature is.
 _UNSUPPORTED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("speculative_algorithm", bool, "speculative decoding (--speculative-algorithm)"),
-    ("enable_hierarchical_cache", bool, "HiCache (--enable-hierarchical-cache)"),
+    (
+        "hicache_storage_backend",
+        bool,
+        "a storage backend behind HiCache (--hicache-storage-backend)",
+    ),
     ("enable_lmcache", bool, "LMCache (--enable-lmcache)"),
     ("enable_flexkv", bool, "FlexKV (--enable-flexkv)"),
     (
@@ -119,6 +123,7 @@ def argument_reasons(
     *,
     capability: tuple[int, int] | None,
     cpu_supported: bool = True,
+    host_tier_supported: bool = True,
     tp_size: int = 1,
     traits: Iterable[str] = (),
 ) -> list[str]:
@@ -132,6 +137,7 @@ def argument_reasons(
         model: the engine's model configuration.
         capability: compute capability of the GPU, None without one.
         cpu_supported: whether this engine version can run on CPU with pages.
+        host_tier_supported: whether this engine version lets a pool bring its own host tier.
         tp_size: ranks that share the attention heads.
         traits: other kinds of model that the engine recognised and the backend cannot serve.
     """
@@ -142,6 +148,7 @@ def argument_reasons(
         *(f"the model has {trait}, which are not supported: {_OTHER}" for trait in traits),
         *_attention_reasons(arguments, flags, model, capability, tp_size),
         *_feature_reasons(arguments),
+        *_host_tier_reasons(arguments, model, host_tier_supported),
     ]
 
 
@@ -169,6 +176,11 @@ def _cache_reasons(
         reasons.append(
             f"--inkling-key-transform {flags.inkling_key_transform} makes the error of a quantized "
             "cache smaller, and --kv-cache-dtype bf16 has none: leave one of them out"
+        )
+    if flags.centers_keys and getattr(arguments, "enable_hierarchical_cache", False):
+        reasons.append(
+            "a center of the keys with HiCache, which keeps pages from before it was fixed, is not "
+            f"supported: {_NO_CENTER}"
         )
     prefill, decode = backends
     if prefill != decode and KV_CACHE_DTYPES.get(dtype) != "bf16":
@@ -326,6 +338,18 @@ def center_reasons(*, sinks: bool, two_pools: bool) -> list[str]:
     reasons = [sink_reason()] if sinks else []
     if two_pools:
         reasons.append(f"a center of the keys in two pools is not supported: {_ONE_POOL}")
+    return reasons
+
+
+def _host_tier_reasons(arguments: Any, model: Any, supported: bool) -> list[str]:
+    if not getattr(arguments, "enable_hierarchical_cache", False):
+        return []
+    reasons = []
+    if not supported:
+        reasons.append("HiCache (--enable-hierarchical-cache) needs SGLang 0.5.23 or newer")
+    one_pool = getattr(arguments, "disable_hybrid_swa_memory", False)
+    if getattr(model, "is_hybrid_swa", False) and not one_pool:
+        reasons.append(f"HiCache over a pool for layers with a window: {_ONE_POOL}")
     return reasons
 
 

@@ -46,6 +46,11 @@ def runs_on_cpu() -> bool:
     return has_resolution_pipeline()
 
 
+def has_host_pools() -> bool:
+    """Whether the host tier's pools are built in one place that can be changed (0.5.23)."""
+    return importlib.util.find_spec("sglang.srt.mem_cache.pool_host") is not None
+
+
 def step_target(step: str) -> str:
     """Dotted name of the function behind an argument resolution step."""
     if has_resolution_pipeline():
