@@ -33,7 +33,9 @@ app = typer.Typer(
 Formats = Annotated[
     list[str] | None,
     typer.Option(
-        "--format", help=f"{', '.join(shapes.RECIPE_NAMES)}[+center][+rotate], repeatable."
+        "--format",
+        help=f"Recipe, repeatable; {', '.join(shapes.RECIPE_NAMES)}. With +center or +rotate "
+        "behind it, or both: keys under that transform.",
     ),
 ]
 Shapes = Annotated[

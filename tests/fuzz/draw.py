@@ -252,7 +252,23 @@ def draw_query(
     """``[rows, query heads, Dk]``."""
     shape = (rows, model.q_heads, model.layout.k_head_dim)
     q = draw_rows(rng, shape, tally, rng.random() < 0.3).to(model.dtype).to(device)
-    return Query.quantize(q) if model.quantized else Query(q)
+    if model.quantized:
+        return Query.quantize(q)
+    if rng.random() < 0.5:  # as the engine has it: beside K and V in the output of one product
+        wide = q.new_full((rows, model.q_heads + rng.randint(1, 3), shape[2]), torch.nan)
+        first = rng.choice((0, wide.shape[1] - model.q_heads))
+        q = wide[:, first : first + model.q_heads].copy_(q)
+    return Query(q)
+
+
+def draw_transform(rng: random.Random, cache: LayerCache) -> LayerCache:
+    """The same cache with keys under a transform, or not."""
+    center = None
+    if rng.random() < 0.3:
+        shape = (cache.layout.num_kv_heads, cache.layout.k_head_dim)
+        size = rng.choice((0.0, 1.0, 300.0, 1e18))
+        center = (size * torch.randn(shape)).to(cache.k_data.device)
+    return replace(cache, k_center=center, rotates=rng.random() < 0.3)
 
 
 def draw_rule(rng: random.Random, chunked: bool, batch: int) -> SplitRule:

@@ -47,6 +47,7 @@ def check_store(rng: random.Random, model: Model, limits: Limits, device: torch.
     scales = [rng.choice((1.0, 0.37, 1e-6, 12345.678, 3e-20, 1e20)) for _ in "kv"]
     pages = rng.randint(1, 3) if limits.rows < 100 else 32
     cache = make_cache(layout, pages, device, k_global=scales[0], v_global=scales[1])
+    cache = draw.draw_transform(rng, cache)
     draw.fill(cache, rng.choice(draw.GARBAGE))
     num_slots = cache.k_data.shape[0]
     tokens = min(limits.rows, num_slots - 1, rng.choice((0, 1, 2, 3, 15, 16, 17, 255, 256, 257)))
