@@ -27,12 +27,14 @@ from inkling_backend.bench.cases import DECODE, RECIPE_NAMES, VERIFY, Heads, mak
 from inkling_backend.bench.data import Lab
 from inkling_backend.bench.ops import prepare
 from inkling_backend.bench.results import Results, Row
-from inkling_backend.bench.run import Bench, small_case
+from inkling_backend.bench.run import Bench
 from inkling_backend.bench.timing import GraphMeter
 from inkling_backend.formats import get_recipe
 from inkling_backend.kernels import configs, decode_fast
 
 Setting = tuple[int, ...]
+# Small and large ones launch other specializations.
+BATCHES = (4, 16)
 
 
 def parse_setting(text: str) -> Setting:
@@ -64,8 +66,9 @@ def build(recipe: str, op: str, heads: Heads, new_tokens: int, setting: Setting)
     """Compile what a setting needs, into the cache on disk. What fails, fails again later."""
     with suppress(Exception), using(setting):
         lab = Lab(heads, torch.device("cuda"))
-        case = small_case(make_case(op, "4x1k", heads, query_tokens=new_tokens))
-        prepare(lab, get_recipe(recipe), case, rotate=False).launch(0)
+        for batch in BATCHES:
+            case = make_case(op, f"{batch}x700", heads, query_tokens=new_tokens)
+            prepare(lab, get_recipe(recipe), case, rotate=False).launch(0)
         torch.cuda.synchronize()
 
 

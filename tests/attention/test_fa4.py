@@ -61,7 +61,7 @@ def standin(
     assert page_table.shape[0] == len(seqused_k) == len(cu_seqlens_q) - 1
     queries = _dequantize(q, sfq)
     keys, values = _dequantize(k, _unchunk(sfk)), _dequantize(v, _unchunk(sfv))
-    out = torch.full(q.shape, 7.0, dtype=torch.bfloat16)
+    out = torch.full(q.shape, 7.0, dtype=torch.bfloat16, device=q.device)
     group = q.shape[1] // k.shape[2]
     for b, length in enumerate(seqused_k.tolist()):
         first, last = cu_seqlens_q[b : b + 2].tolist()
@@ -74,11 +74,12 @@ def standin(
         logits = torch.einsum("thd,nhd->htn", queries[first:last], key) * softmax_scale
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
-        at = torch.arange(length - (last - first), length)[:, None]
-        seen = torch.arange(length)[None] <= at if causal else torch.ones(1, length, dtype=bool)
+        places = torch.arange(length, device=q.device)
+        at = places[length - (last - first) :, None]
+        seen = (places <= at) | (not causal)
         if window_size != (-1, -1):
             assert window_size[1] == 0
-            seen = seen & (torch.arange(length)[None] >= at - window_size[0])
+            seen = seen & (places >= at - window_size[0])
         logits = logits.masked_fill(~seen, -math.inf)
         if sinks is not None:
             assert sinks.dtype == torch.bfloat16
@@ -101,16 +102,16 @@ def make_runner(
         max_batch=8,
         max_context=world.max_context,
         max_tokens=world.cache.num_pages * 128,
-        device="cpu",
+        device=world.device,
         max_q_len=3,
         fa4=fa4,
     )
 
 
 @pytest.fixture(scope="module")
-def world() -> World:
+def world(device: torch.device) -> World:
     torch.manual_seed(3)
-    return make_world(LENS, torch.device("cpu"), k="mxfp8", k_dim=128, page=128)
+    return make_world(LENS, device, k="mxfp8", k_dim=128, page=128)
 
 
 LAYERS = {
@@ -128,9 +129,11 @@ def test_fa4_reads_what_was_stored(
 ) -> None:
     """Several rows a request in an extend, or one in a decode."""
     runner, layer = make_runner(world, monkeypatch), LAYERS[name]
-    lens = torch.tensor(LENS)
-    counts = torch.tensor([1, 7, 20, 40]) if q_len is None else torch.ones(4, dtype=torch.int64)
-    indptr = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0)))
+    if layer.sinks is not None:
+        layer = replace(layer, sinks=layer.sinks.to(world.device))
+    lens = torch.tensor(LENS, device=world.device)
+    counts = torch.tensor([1, 7, 20, 40] if q_len is None else [1, 1, 1, 1])
+    indptr = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0))).to(world.device)
     padding = 2 if q_len is None else 0
     query = world.queries(int(indptr[-1]) + padding, quantized=True)
     plan: Any
@@ -142,7 +145,7 @@ def test_fa4_reads_what_was_stored(
         plan = runner.plan_decode(world.slot_table, world.rows, lens, 4, q_len)
     out = runner.run(plan, query, world.cache, world.empty_out(len(query.data)), layer)
     rows = int(indptr[-1])
-    expected = torch.empty(rows, world.num_q_heads, 128)
+    expected = torch.empty(rows, world.num_q_heads, 128, device=world.device)
     real = type(query)(query.data[:rows], query.scale[:rows])
     attend(real, world.cache, world.page_table, lens, indptr, layer=layer, out=expected)
     error = (out[:rows].float() - expected).norm() / expected.norm()
@@ -152,12 +155,12 @@ def test_fa4_reads_what_was_stored(
 def test_several_query_tokens_and_padding(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Verification: three tokens of each request, and a row of a graph that is padding."""
     runner, layer = make_runner(world, monkeypatch), LAYERS["plain"]
-    lens = torch.tensor([0, 130, 257, 40])
+    lens = torch.tensor([0, 130, 257, 40], device=world.device)
     plan = runner.plan_decode(world.slot_table, world.rows, lens, 4, 3)
     query = world.queries(12, quantized=True)
     out = runner.run(plan, query, world.cache, world.empty_out(12), layer)
-    expected = torch.empty(12, world.num_q_heads, 128)
-    indptr = torch.arange(5) * 3
+    expected = torch.empty(12, world.num_q_heads, 128, device=world.device)
+    indptr = torch.arange(5, device=world.device) * 3
     attend(query, world.cache, world.page_table, lens, indptr, layer=layer, out=expected)
     error = (out[3:].float() - expected[3:]).norm() / expected[3:].norm()
     assert error < 5e-3
