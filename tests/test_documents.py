@@ -29,10 +29,10 @@ PAGES += sorted((ROOT / "integration").rglob("*.md"))
 FOREIGN = {"invalid choice: 'inkling'"}
 # Modules whose messages reach people through the server, and through the commands.
 SERVER = (
-    *("attention/flashinfer_extend.py", "attention/spec.py", "env.py"),
+    *("attention/fa4.py", "attention/flashinfer_extend.py", "attention/spec.py", "env.py"),
     *("formats/layout.py", "formats/spec.py"),
     *(f"engines/sglang/{name}.py" for name in ("backend", "check", "flags", "patches")),
-    *(f"engines/sglang/{name}.py" for name in ("pool", "requirements")),
+    *(f"engines/sglang/{name}.py" for name in ("host_pool", "pool", "pools", "requirements")),
 )
 TOOLS = (
     *(f"accuracy/{name}.py" for name in ("needle", "settings", "simulate", "subject")),
