@@ -43,7 +43,7 @@ def test_streaming_gives_the_same_answer_in_pieces(server: Server) -> None:
 
 
 def test_concurrent_requests_get_the_answers_they_get_alone(server: Server) -> None:
-    questions = [f"What is the capital of {name}?" for name in ("France", "Italy", "Japan")]
+    questions = [f"Name the capital of {name}." for name in ("France", "Italy", "Japan")]
     alone = [server.chat(question, max_tokens=12) for question in questions]
     with ThreadPoolExecutor(len(questions)) as pool:
         together = pool.map(lambda question: server.chat(question, max_tokens=12), questions)
@@ -64,7 +64,7 @@ def test_metrics_say_what_the_cache_is(server: Server) -> None:
         return
     page = {name: value for name, value in server.metrics().items() if "inkling:" in name}
     (info,) = (name for name in page if name.startswith(INFO))
-    for label in ('recipe="mxfp8"', 'query="mxfp8"', 'model_name="'):
+    for label in ('recipe="mxfp8"', 'query="bfloat16"', 'model_name="'):
         assert label in info
     assert page[info] == 1
     values = {name: value for full, value in page.items() if (name := full.split("{")[0]) != INFO}
