@@ -17,12 +17,6 @@ LAYER = LayerAttention(DIM**-0.5)
 GOAL, WITHOUT = 1.5, 4.0
 
 
-@pytest.fixture(params=["reference", "triton"])
-def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("INKLING_KERNELS", request.param)
-    return request.param
-
-
 def rows(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """K, V and Q; few tokens have most of the weight, as in a model."""
     k, v = torch.randn(TOKENS, HEADS, DIM), torch.randn(TOKENS, HEADS, DIM)

@@ -17,17 +17,7 @@ from tests.attention.world import PLAIN, World, assert_as_accurate, make_world, 
 LENS = [70, 0, 300, 1]
 Q_LENS = [20, 0, 65, 1]
 
-
-@pytest.fixture(autouse=True)
-def _triton_extends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other way to extend has tests of its own."""
-    monkeypatch.setenv("INKLING_EXTEND", "triton")
-
-
-@pytest.fixture(params=["triton", "reference"])
-def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("INKLING_KERNELS", request.param)
-    return request.param
+pytestmark = pytest.mark.usefixtures("triton_extends")
 
 
 def extend_plan(world: World, runner: AttentionRunner, q_lens: list[int]):  # type: ignore[no-untyped-def]

@@ -23,17 +23,7 @@ WINDOW = 40
 
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in runs on the CPU")
-
-
-@pytest.fixture(autouse=True)
-def _triton_extends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("INKLING_EXTEND", "triton")
-
-
-@pytest.fixture(params=["triton", "reference"])
-def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("INKLING_KERNELS", request.param)
-    return request.param
+pytestmark = pytest.mark.usefixtures("triton_extends")
 
 
 @dataclass
