@@ -154,5 +154,4 @@ def compile_case(
         constexprs={**constants, **absent, "QUANTIZED": example.quantized},
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        max_registers=config.max_registers,
     )

@@ -19,7 +19,7 @@ class CompileCase:
             Pointers are taken as 16-byte aligned, as allocations are; ``i32:16`` is an integer
             divisible by 16; ``constexpr`` is an argument that is None.
         constexprs: value of every ``tl.constexpr`` argument, and None for those that are None.
-        num_warps, num_stages, max_registers: launch options.
+        num_warps, num_stages: launch options.
         capability: the oldest GPU it is for.
         spill_bytes: most bytes a thread may spill. The default is what ptxas spills by itself, for
             a lower register count, outside of the loops.
@@ -31,6 +31,5 @@ class CompileCase:
     constexprs: dict[str, Any]
     num_warps: int = 4
     num_stages: int = 2
-    max_registers: int | None = None
     capability: Capability = MIN_CAPABILITY
     spill_bytes: int = 64

@@ -129,8 +129,6 @@ class KernelConfig:
         block_n: KV tokens of a tile.
         num_warps, num_stages: of the compiled kernel.
         programs_per_sm: size of a persistent grid, per SM (0: the grid is not persistent).
-        fetches_ahead: whether a program asks for the first tile of its next work item early.
-        max_registers: of a thread, so that so many programs fit an SM; None: as many as it takes.
     """
 
     block_m: int
@@ -138,17 +136,11 @@ class KernelConfig:
     num_warps: int
     num_stages: int
     programs_per_sm: int = 0
-    max_registers: int | None = None
-    fetches_ahead: bool = False
 
     @property
-    def options(self) -> dict[str, int | None]:
+    def options(self) -> dict[str, int]:
         """Launch options."""
-        return {
-            "num_warps": self.num_warps,
-            "num_stages": self.num_stages,
-            "maxnreg": self.max_registers,
-        }
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
 def decode_config(rows: int, layout: CacheLayout) -> KernelConfig:
@@ -174,8 +166,9 @@ def fast_decode_config(group: int, q_len: int, layout: CacheLayout) -> KernelCon
 
     Measured on an H200 (head_dim 128, 8 KV heads, groups of 4). FP4 is bound by instructions: 64
     tokens and one warp, which needs no exchange between warps, take the fewest. MXFP8 moves more
-    bytes and wants more of them on their way: short tiles, seven stages. A page number comes before
-    a tile, so that seven stages hold three tiles, five hold two.
+    bytes; a tile of a whole chunk needs neither a rescaling nor a branch to begin anew, and its two
+    warps get through a chunk in half the time, which counts where there are few work items. A page
+    number comes before a tile, so that seven stages hold three tiles, five two, three one.
 
     Args:
         group: query heads of one KV head.
@@ -185,8 +178,11 @@ def fast_decode_config(group: int, q_len: int, layout: CacheLayout) -> KernelCon
     head_dim = max(layout.k_head_dim, layout.v_head_dim)
     for shares in range(1, q_len + 1):
         rows = max(8, 1 << (group * -(-q_len // shares) - 1).bit_length())
-        if (rows, bits, head_dim) in _FAST_DECODE:
-            return KernelConfig(rows, *_FAST_DECODE[rows, bits, head_dim])
+        key = (rows, bits, head_dim)
+        if key in _SMALL_PAGES and layout.page_size < _FAST_DECODE[key][0]:
+            return KernelConfig(rows, *_SMALL_PAGES[key])
+        if key in _FAST_DECODE:
+            return KernelConfig(rows, *_FAST_DECODE[key])
     return None
 
 
@@ -197,7 +193,7 @@ _FAST_DECODE = {
     (8, 4, 128): (64, 1, 5, 8),
     (8, 4, 256): (64, 2, 5, 4),
     (8, 8, 64): (64, 1, 7, 8),
-    (8, 8, 128): (32, 1, 7, 8),
+    (8, 8, 128): (128, 2, 3, 4),
     (8, 8, 256): (32, 2, 7, 4),
     (8, 16, 64): (64, 2, 5, 5),
     (8, 16, 128): (64, 2, 5, 3),
@@ -217,6 +213,9 @@ _FAST_DECODE = {
     (32, 16, 64): (64, 2, 5, 4),
     (32, 16, 128): (64, 4, 5, 1),
 }
+
+# The same, for pages shorter than the tile above.
+_SMALL_PAGES = {(8, 8, 128): (32, 1, 7, 8)}
 
 
 def merge_tile(batch: int, q_heads: int, head_dim: int) -> tuple[int, int]:

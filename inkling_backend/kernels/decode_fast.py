@@ -134,23 +134,6 @@ def _fold(top, total, acc, chunk_top, chunk_total, chunk_acc):
         )
 
 
-@triton.jit
-def _fetch_rows(data_ptr, slot, head, WORDS: tl.constexpr, HEADS: tl.constexpr):
-    """Asks for the rows of slots ``[N]`` to come into the L2 cache, and waits for nothing."""
-    ITEMS: tl.constexpr = WORDS * 16 // data_ptr.dtype.element_ty.primitive_bitwidth
-    SECTORS: tl.constexpr = WORDS * 2 // 32
-    row = slot.to(tl.int64) * HEADS + head
-    p_sector = data_ptr + row[:, None] * ITEMS + tl.arange(0, SECTORS)[None, :] * (ITEMS // SECTORS)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-        "=r,l",
-        [p_sector.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
 @triton.jit(do_not_specialize=["window"])
 def _decode_fast_kernel(
     q_ptr,
@@ -184,7 +167,6 @@ def _decode_fast_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CHUNK: tl.constexpr,
-    AHEAD: tl.constexpr,
     EARLY: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -217,11 +199,6 @@ def _decode_fast_kernel(
         head = item // SHARES % K.heads
         m_m, token, i_g, offset = query_rows(item % SHARES * TOKENS, BLOCK_M, GROUP, Q_LEN, K.heads)
         request, start, end, whole = load_record(work_ptr, work)
-        if AHEAD:
-            following = tl.minimum(item + tl.num_programs(0), items - 1)
-            record = load_record(work_ptr, following // (K.heads * SHARES))
-            p_page = page_table_ptr + record[0].to(tl.int64) * MAX_PAGES + record[1] // K.page
-            next_slot = tl.load(p_page) * K.page + record[1] % K.page + i_n
         table_ptr = page_table_ptr + request.to(tl.int64) * MAX_PAGES
         row = request.to(tl.int64) * ROWS + head * GROUP + offset  # [M]
         q_at = query_offset(request, head, q_stride, token, i_g, offset, GROUP, Q_LEN, K.dim)
@@ -244,10 +221,6 @@ def _decode_fast_kernel(
         if window is not None:
             oldest = newest - window
             start = tl.maximum(start, oldest // BLOCK_N * BLOCK_N)
-        if AHEAD:
-            # After the query: by now the page number is here.
-            _fetch_rows(k_ptr, next_slot, following // SHARES % K.heads, WK, K.heads)
-            _fetch_rows(v_ptr, next_slot, following // SHARES % K.heads, WV, K.heads)
         for tile in range(start, end, BLOCK_N):
             page = tl.load(table_ptr + tile // K.page)
             first = tl.multiple_of(tile % K.page, BLOCK_N)
@@ -302,7 +275,7 @@ def _decode_fast_kernel(
                 v = multiply(v, tl.reshape(factor, (WV, BLOCK_N)))
             acc = _add(acc, alpha, v, p.to(v[0].dtype))
             top = new_top
-            if (tile + BLOCK_N) % CHUNK == 0:
+            if BLOCK_N == CHUNK or (tile + BLOCK_N) % CHUNK == 0:
                 split_top, split_total, split_acc = _fold(
                     split_top, split_total, split_acc, top, total, acc
                 )
@@ -361,7 +334,6 @@ def _constants(config: KernelConfig) -> dict[str, Any]:
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "CHUNK": CHUNK_TOKENS,
-        "AHEAD": config.fetches_ahead,
     }
 
 

@@ -1,10 +1,9 @@
 """Times of launch settings of `decode_fast`, side by side: where the rows of its table come from.
 
-A setting is KV tokens of a tile, warps, stages, programs an SM and, if given, most registers of a
-thread (0: any) and whether the next work item is fetched ahead (0 or 1). Every one is compared with
-the reference before it is timed; one that does not fit the GPU or is wrong says so and has no time.
+A setting is KV tokens of a tile, warps, stages and programs an SM. Every one is compared with the
+reference before it is timed; one that does not fit the GPU or is wrong says so and has no time.
 
-    python -m integration.gpu.sweep --format mxfp8 --shape 64x8k --shape 1x1k 32,1,7,8 64,2,5,6,128
+    python -m integration.gpu.sweep --format mxfp8 --shape 64x8k --shape 1x1k 64,1,3,6 64,2,3,4
 """
 
 from __future__ import annotations
@@ -38,25 +37,21 @@ BATCHES = (4, 16)
 
 
 def parse_setting(text: str) -> Setting:
-    """``64,2,5,6``, ``64,2,5,6,128`` or ``64,2,5,6,128,1``."""
+    """``64,2,3,6``."""
     numbers = tuple(int(part) for part in text.split(","))
-    if len(numbers) not in (4, 5, 6) or min(numbers[:4]) < 1:
-        raise ValueError(f"{text!r}: expected TOKENS,WARPS,STAGES,PROGRAMS[,REGISTERS[,AHEAD]]")
+    if len(numbers) != 4 or min(numbers) < 1:
+        raise ValueError(f"{text!r}: expected TOKENS,WARPS,STAGES,PROGRAMS")
     return numbers
 
 
 @contextmanager
 def using(setting: Setting) -> Iterator[None]:
     """Every `decode_fast` is launched with a setting, whatever the model."""
-    tokens, warps, stages, programs, registers, ahead = (*setting, 0, 0)[:6]
-
     def choose(*model: object) -> configs.KernelConfig | None:
         found = configs.fast_decode_config(*model)  # type: ignore[arg-type]
         if found is None:
             return None
-        return configs.KernelConfig(
-            *(found.block_m, tokens, warps, stages, programs, registers or None, bool(ahead))
-        )
+        return configs.KernelConfig(found.block_m, *setting)
 
     with mock.patch.object(decode_fast, "fast_decode_config", choose):
         yield

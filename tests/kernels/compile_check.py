@@ -54,11 +54,7 @@ def compile_case(case: CompileCase, arch: int) -> dict[str, Any]:
     compiled = triton.compile(
         ASTSource(case.kernel, signature, dict(case.constexprs), attrs),
         target=GPUTarget("cuda", arch, 32),
-        options={
-            "num_warps": case.num_warps,
-            "num_stages": case.num_stages,
-            "maxnreg": case.max_registers,
-        },
+        options={"num_warps": case.num_warps, "num_stages": case.num_stages},
     )
     registers, stack = _resources(compiled.asm["cubin"])
     return {
