@@ -20,8 +20,10 @@ from integration.launch import command_line, environment, insist, stop
 
 START_SECONDS = 240
 ANSWER_SECONDS = 120
-SERVE = (str(Path(sys.executable).with_name("sglang")), "serve")
 LAUNCH_SERVER = (sys.executable, "-m", "sglang.launch_server")
+# What a user types; where the engine was only put on the path, there is no such program.
+_PROGRAM = Path(sys.executable).with_name("sglang")
+SERVE = (str(_PROGRAM), "serve") if _PROGRAM.exists() else LAUNCH_SERVER
 
 
 class Server:

@@ -101,7 +101,7 @@ def main() -> int:
     if "sanitizer" in chosen:
         parts.append(run_sanitizer(logs))
 
-    kind = "two-gpus" if args.parallel else "faults" if chosen <= FAULTS else ""
+    kind = "two-gpus" if args.parallel else "-".join(sorted(chosen)) if chosen <= FAULTS else ""
     cases: list[Case] = []
     for each in chain(*parts):
         cases.append(each)
