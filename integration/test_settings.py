@@ -58,6 +58,33 @@ def test_keys_are_centered_and_rotated(model: Path, recipe: str, tmp_path: Path)
     assert 0 <= beyond <= 16 * 1024
 
 
+def test_nvfp4_blocks_are_scaled_to_four_or_six(model: Path) -> None:
+    seen = {}
+    for scale in ("max", "fouroversix"):
+        with RealEngine(options(model, "nvfp4", inkling_nvfp4_scale=scale)) as engine:
+            assert ("NVFP4 scales by fouroversix" in engine.log) is (scale == "fouroversix")
+            assert "Paris" in engine.ask(QUESTION)
+            prompt = engine.encode(LONG)
+            miss, hit = (engine.tokens([prompt], 12) for _ in range(2))
+            assert miss == hit
+            answer = engine.generate(
+                input_ids=[prompt], sampling_params={"max_new_tokens": 1}, return_logprob=True
+            )
+            seen[scale] = answer[0]["meta_info"]["output_token_logprobs"]
+    assert seen["max"] != seen["fouroversix"], "the store took the other rule"
+
+
+def test_of_the_mixed_recipe_v_is_scaled_to_four_or_six(model: Path) -> None:
+    with RealEngine(options(model, "mxfp8-nvfp4", inkling_nvfp4_scale="fouroversix")) as engine:
+        assert "NVFP4 scales by fouroversix" in engine.log
+        assert "Paris" in engine.ask(QUESTION)
+
+
+def test_four_over_six_without_nvfp4_is_refused(model: Path) -> None:
+    with pytest.raises(EngineFailed, match="is a rule of NVFP4 blocks"):
+        RealEngine(options(model, "mxfp8", inkling_nvfp4_scale="fouroversix"))
+
+
 @pytest.mark.parametrize("config", [GEMMA2, GRANITE_SWA], ids=["soft-cap", "sinks"])
 def test_centers_are_refused_where_the_shift_shows(
     config: dict[str, object], tmp_path: Path

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -18,7 +18,6 @@ from inkling_backend.formats.elements import (
     pack_nibbles,
     to_blocks,
 )
-from inkling_backend.formats.nvfp4 import NVFP4, NVFP4_FOUR_OVER_SIX
 
 
 def _fp8(x: torch.Tensor, global_scale: torch.Tensor | None = None) -> Quantized:
@@ -128,10 +127,9 @@ def parse(name: str) -> Setting:
             raise UnknownNameError("transform", transform, tuple(TRANSFORMS))
     recipe = BASES[base]
     if "fouroversix" in transforms:
-        if NVFP4 not in (recipe.k, recipe.v):
+        if not recipe.has_nvfp4:
             raise AccuracyError(f"setting {name!r}: +fouroversix is a rule of NVFP4 blocks")
-        k, v = (NVFP4_FOUR_OVER_SIX if f is NVFP4 else f for f in (recipe.k, recipe.v))
-        recipe = replace(recipe, k=k, v=v)
+        recipe = recipe.with_four_over_six()
     return Setting(
         "+".join((base, *transforms)),
         recipe,

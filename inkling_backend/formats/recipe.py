@@ -9,7 +9,7 @@ from inkling_backend.errors import UnknownNameError
 from inkling_backend.formats.bf16 import BF16
 from inkling_backend.formats.kvfp4 import KVFP4
 from inkling_backend.formats.mxfp8 import MXFP8
-from inkling_backend.formats.nvfp4 import NVFP4
+from inkling_backend.formats.nvfp4 import NVFP4, NVFP4_FOUR_OVER_SIX
 from inkling_backend.formats.spec import Format
 
 FORMATS: dict[str, Format] = {f.name: f for f in (MXFP8, NVFP4, KVFP4, BF16)}
@@ -51,6 +51,16 @@ class Recipe:
     def with_mxfp8_query(self) -> Recipe:
         """The recipe with queries in MXFP8; itself where it takes none."""
         return replace(self, quantize_query=self.takes_mxfp8_query)
+
+    @property
+    def has_nvfp4(self) -> bool:
+        """Whether K or V is in NVFP4, whose blocks can be scaled to 4 or to 6."""
+        return NVFP4.name in (self.k.name, self.v.name)
+
+    def with_four_over_six(self) -> Recipe:
+        """The recipe with every NVFP4 block scaled to the peak that errs less; else itself."""
+        k, v = (NVFP4_FOUR_OVER_SIX if side is NVFP4 else side for side in (self.k, self.v))
+        return replace(self, k=k, v=v)
 
 
 # Q stays as the model gave it: quantizing it costs accuracy and saves no byte of the cache.

@@ -47,7 +47,8 @@ def page(model: dict[str, Any], made: dict[str, Any]) -> str:
         "![Error of the attention output per layer and head](attention-error.svg)",
         "Settings are a base and transforms. `mxfp8` has queries in MXFP8 too "
         "(`--inkling-query-dtype mxfp8`), no other base has. "
-        "`+center` and `+rotate` are served (`--inkling-key-transform`), the others simulated.",
+        "`+center` and `+rotate` (`--inkling-key-transform`) and `+fouroversix` "
+        "(`--inkling-nvfp4-scale`) are served, `+sinks` is simulated.",
         "\n".join(f"- `+{name}`: {what}" for name, what in TRANSFORMS.items()),
         "## Goals",
         "KL of the best setting of a base, over the KL of the setting compared with.",

@@ -58,6 +58,7 @@ def test_recipe_becomes_the_engines_dtype(given: dict[str, Any], dtype: str | No
         ("fp4_kv_cache_recipe", ("nvfp4", "kvfp4", "mxfp8-nvfp4")),
         ("inkling_query_dtype", ("auto", "mxfp8", "bf16")),
         ("inkling_key_transform", ("none", "rotate", "center", "center+rotate")),
+        ("inkling_nvfp4_scale", ("max", "fouroversix")),
     ],
 )
 def test_unknown_names_are_refused_with_the_known_ones(field: str, names: tuple[str, ...]) -> None:
@@ -71,8 +72,9 @@ def test_command_line() -> None:
     module.add_cli_args(parser)
     assert take(vars(parser.parse_args([]))) == Flags()
     args = ["--fp4-kv-cache-recipe", "kvfp4", "--inkling-query-dtype", "bf16"]
-    args += ["--inkling-key-transform", "center+rotate"]
-    assert take(vars(parser.parse_args(args))) == Flags("kvfp4", "bf16", "center+rotate")
+    args += ["--inkling-key-transform", "center+rotate", "--inkling-nvfp4-scale", "fouroversix"]
+    given = Flags("kvfp4", "bf16", "center+rotate", "fouroversix")
+    assert take(vars(parser.parse_args(args))) == given
     with pytest.raises(SystemExit):
         parser.parse_args(["--fp4-kv-cache-recipe", "mx9"])
 

@@ -276,6 +276,20 @@ def test_a_bf16_cache_gains_nothing_from_a_transform() -> None:
     assert "--inkling-key-transform rotate needs --attention-backend inkling" in reason
 
 
+@pytest.mark.parametrize("dtype", ["mxfp8", "mxfp8-nvfp4", "nvfp4", "fp4_mx_block16", "bf16"])
+def test_four_over_six_needs_nvfp4(dtype: str) -> None:
+    flags = Flags(inkling_nvfp4_scale="fouroversix")
+    found = reasons(arguments(kv_cache_dtype=dtype), flags)
+    if "nvfp4" in dtype:
+        assert found == []
+    else:
+        (reason,) = found
+        assert "--inkling-nvfp4-scale fouroversix" in reason
+        assert f"--kv-cache-dtype is {dtype}" in reason
+    (reason,) = flag_reasons(flags, ("triton", "triton"), "auto")
+    assert "--inkling-nvfp4-scale fouroversix needs --attention-backend inkling" in reason
+
+
 def test_centers_need_logits_that_may_shift() -> None:
     layout = CacheLayout(get_format("mxfp8"), get_format("mxfp8"), 2, 128, 128)
     layers = [layer(), layer(logit_cap=50.0)]

@@ -93,7 +93,7 @@ class InklingAttnBackend(AttentionBackend):
         self._plans: tuple[Any, ...] | None = None
         self._mapped_slots: tuple[torch.Tensor, torch.Tensor] | None = None
         self.pools.set_runner(self.runner)
-        self._key_transform = flags.inkling_key_transform
+        self._flags = flags
         self._centers: Centers | None = None
         if flags.centers_keys:
             self._centers = Centers(
@@ -109,7 +109,8 @@ class InklingAttnBackend(AttentionBackend):
         return metrics.CacheFacts(
             recipe=self.pools.recipe.name,
             query="mxfp8" if spec.quantize_query else str(spec.dtype).removeprefix("torch."),
-            keys=self._key_transform,
+            keys=self._flags.inkling_key_transform,
+            nvfp4_scale=self._flags.inkling_nvfp4_scale if self.pools.recipe.has_nvfp4 else "none",
             kernels=self.runner.kernels,
             bytes_per_token=self.layout.bytes_per_token * self.pools.size.layers,
             pool_tokens=self.pools.size.tokens,
@@ -122,7 +123,7 @@ class InklingAttnBackend(AttentionBackend):
         layout = self.layout
         logger.info(
             "inkling: KV cache recipe %s, %d bytes per token (%d layers of %d), %d tokens in the "
-            "pool, %.2fx the tokens of BF16, %s on %s, queries in %s%s, workspace %.1f MiB",
+            "pool, %.2fx the tokens of BF16, %s on %s, queries in %s%s%s, workspace %.1f MiB",
             facts.recipe,
             facts.bytes_per_token,
             self.pools.size.layers,
@@ -133,6 +134,7 @@ class InklingAttnBackend(AttentionBackend):
             self.device.type,
             facts.query,
             "" if facts.keys == "none" else f", keys under {facts.keys}",
+            ", NVFP4 scales by fouroversix" if facts.nvfp4_scale == "fouroversix" else "",
             facts.workspace_bytes / 2**20,
         )
         windows = sum(window_of(layer) is not None for layer in layers)

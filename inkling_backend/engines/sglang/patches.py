@@ -167,6 +167,8 @@ def _take_pool_class(configurator: Any, **kwargs: Any) -> Any:
     recipe = recipe_of(configurator.kv_cache_dtype_str)
     if recipe is None:
         return None
+    if flags.four_over_six:
+        recipe = recipe.with_four_over_six()
     layout = layout_of(recipe, configurator.model_config, configurator.pool_page_size)
     kwargs["mha_pool_class"] = functools.partial(
         InklingKVPool, layout=layout, centers=flags.centers_keys, rotates=flags.rotates_keys

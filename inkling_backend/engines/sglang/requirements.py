@@ -105,6 +105,7 @@ def flag_reasons(
             ("--fp4-kv-cache-recipe", flags.fp4_kv_cache_recipe, None),
             ("--inkling-query-dtype", flags.inkling_query_dtype, "auto"),
             ("--inkling-key-transform", flags.inkling_key_transform, "none"),
+            ("--inkling-nvfp4-scale", flags.inkling_nvfp4_scale, "max"),
             ("--kv-cache-dtype", None if flags.fp4_kv_cache_recipe else own_dtype, None),
         )
         if value != default
@@ -171,6 +172,14 @@ def _cache_reasons(
         reasons.append(
             f"--inkling-query-dtype mxfp8 needs K in MXFP8, but --kv-cache-dtype is {dtype}: "
             "leave it out, or take mxfp8 or mxfp8-nvfp4"
+        )
+    if (
+        flags.four_over_six
+        and not get_recipe(KV_CACHE_DTYPES.get(dtype, DEFAULT_KV_CACHE_DTYPE)).has_nvfp4
+    ):
+        reasons.append(
+            f"--inkling-nvfp4-scale fouroversix is a rule of NVFP4 blocks, but --kv-cache-dtype is "
+            f"{dtype}: leave it out, or take nvfp4 or mxfp8-nvfp4"
         )
     if flags.inkling_key_transform != "none" and KV_CACHE_DTYPES.get(dtype) == "bf16":
         reasons.append(
