@@ -85,6 +85,31 @@ def test_four_over_six_without_nvfp4_is_refused(model: Path) -> None:
         RealEngine(options(model, "mxfp8", inkling_nvfp4_scale="fouroversix"))
 
 
+def test_layers_have_recipes_of_their_own(model: Path, tmp_path: Path) -> None:
+    probe = Probe(tmp_path)
+    recipes = "0-1:mxfp8,7:bf16,29:mxfp8-nvfp4"
+    chosen = options(model, "nvfp4", inkling_layer_recipes=recipes)
+    with RealEngine(chosen, env=probe.env) as engine:
+        # One head of 64: 36 bytes in NVFP4, 66 in MXFP8, 128 in BF16.
+        sizes = {26: 72, 2: 132, 1: 256}
+        total = 3 * (26 * 72 + 2 * 132 + 256 + 66 + 36)
+        assert f"KV cache recipe nvfp4 with layers {recipes}, {total} bytes per" in engine.log
+        for layers, size in sizes.items():
+            assert f"{layers} " in engine.log
+            assert f"of {3 * size}" in engine.log
+        prompt = engine.encode(LONG)
+        miss, hit = (engine.tokens([prompt], 12) for _ in range(2))
+        assert miss == hit
+        assert "Paris" in engine.ask(QUESTION)
+        engine.call("flush_cache")
+        assert engine.tokens([prompt], 12) == miss
+        assert probe.padding_is_untouched
+    pool = probe.pool
+    assert pool["bytes_per_token"] == total
+    beyond = pool["nbytes"] - (pool["tokens"] + pool["page_size"]) * total
+    assert 0 <= beyond <= 16 * 1024
+
+
 @pytest.mark.parametrize("config", [GEMMA2, GRANITE_SWA], ids=["soft-cap", "sinks"])
 def test_centers_are_refused_where_the_shift_shows(
     config: dict[str, object], tmp_path: Path
