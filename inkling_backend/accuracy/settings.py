@@ -88,7 +88,7 @@ DEFAULT_SETTINGS = (
         f"k_mxfp8_v_nvfp4{more}"
         for more in ("+fouroversix", _BEST, f"{_BEST}+fouroversix", f"{_BEST}+fouroversix+sinks")
     ),
-    *(f"nvfp4{more}" for more in ("+center", "+rotate", "+fouroversix")),
+    *(f"nvfp4{more}" for more in ("+center", "+rotate", _BEST, "+fouroversix")),
     *(f"nvfp4{_BEST}+fouroversix{more}" for more in ("", "+sinks")),
     *(f"kvfp4{more}" for more in (_BEST, f"{_BEST}+sinks")),
 )
