@@ -110,6 +110,12 @@ def test_layers_have_recipes_of_their_own(model: Path, tmp_path: Path) -> None:
     assert 0 <= beyond <= 16 * 1024
 
 
+def test_recipes_of_layers_that_are_none_are_refused(model: Path) -> None:
+    chosen = options(model, "nvfp4", inkling_layer_recipes="29:mxfp8,30:mxfp8")
+    with pytest.raises(EngineFailed, match="names layer 30, but the model has layers 0 to 29"):
+        RealEngine(chosen)
+
+
 @pytest.mark.parametrize("config", [GEMMA2, GRANITE_SWA], ids=["soft-cap", "sinks"])
 def test_centers_are_refused_where_the_shift_shows(
     config: dict[str, object], tmp_path: Path

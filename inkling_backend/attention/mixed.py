@@ -78,7 +78,7 @@ class MixedRunner(AttentionRunner):
         layer: LayerAttention,
     ) -> torch.Tensor:
         """As of `AttentionRunner`; ``cache`` says the layout."""
-        runner = self._others.get(cache.layout)
+        runner = self._others.get(cache.layout) if self._others else None
         if runner is None:
             return super().run(plan, query, cache, out, layer)
         if isinstance(plan, DecodePlan):
