@@ -26,6 +26,13 @@ class UnknownNameError(InklingError, ValueError):
         super().__init__(f"unknown {kind} {name!r}; known: {', '.join(known)}")
 
 
+class LayerRecipesError(InklingError, ValueError):
+    """A text that gives layers recipes of their own cannot be read."""
+
+    def __init__(self, text: str, what: str) -> None:
+        super().__init__(f"layer recipes {text!r}: {what}")
+
+
 class UnsupportedError(InklingError, RuntimeError):
     """A configuration that cannot be served; carries every reason at once.
 

@@ -6,18 +6,18 @@ import re
 
 from inkling_backend.accuracy.settings import DEFAULT_SETTINGS
 from inkling_backend.bench.results import read
-from integration.accuracy.__main__ import HERE, MADE, MODEL
+from integration.accuracy.__main__ import HERE, LAYERS, MADE, MODEL, SETTINGS
 from integration.accuracy.page import page
 
 
 def test_the_page_is_written_from_its_results() -> None:
-    assert (HERE / "README.md").read_text() == page(read(MODEL), read(MADE))
+    assert (HERE / "README.md").read_text() == page(read(MODEL), read(MADE), read(LAYERS))
 
 
 def test_every_setting_was_measured() -> None:
     settings = [row["setting"] for row in read(MODEL)["rows"]]
-    assert settings == list(DEFAULT_SETTINGS)
-    assert set(settings) == {row["setting"] for row in read(MADE)["rows"]}
+    assert settings == list(SETTINGS)
+    assert set(DEFAULT_SETTINGS) == {row["setting"] for row in read(MADE)["rows"]}
 
 
 def test_pictures_of_the_page_exist() -> None:

@@ -216,3 +216,18 @@ def test_new_weights_find_no_old_pages(ours: Seen, theirs: Seen, recipe: str) ->
     assert ours.restored == ours.base
     old = disagreements(theirs.base, theirs.updated, TOLERANCES[recipe])
     assert len(old) == len(PROMPTS), "the comparison notices old weights"
+
+
+def test_layers_with_recipes_of_their_own(models: Models, theirs: Seen, tmp_path: Path) -> None:
+    """Of the two layers one is in NVFP4: every feature takes both as they are."""
+    extra = {"enable_memory_saver": True, "enable_hierarchical_cache": True}
+    seen = observe(models, "mxfp8", tmp_path, {**extra, "inkling_layer_recipes": "1:nvfp4"})
+    tolerance = TOLERANCES["nvfp4"]
+    assert not disagreements(seen.base, theirs.base, tolerance)
+    assert not disagreements(seen.adapted, theirs.adapted, tolerance)
+    assert seen.mixed[0] == [step.token for step in seen.base[0]][:3]
+    assert seen.again["meta_info"]["cached_tokens"] == HIT
+    assert steps_of(seen.again) == steps_of(seen.fresh)
+    assert seen.woken == seen.base
+    assert not disagreements(seen.updated, theirs.updated, tolerance)
+    assert seen.restored == seen.base

@@ -58,6 +58,64 @@ def test_keys_are_centered_and_rotated(model: Path, recipe: str, tmp_path: Path)
     assert 0 <= beyond <= 16 * 1024
 
 
+def test_nvfp4_blocks_are_scaled_to_four_or_six(model: Path) -> None:
+    seen = {}
+    for scale in ("max", "fouroversix"):
+        with RealEngine(options(model, "nvfp4", inkling_nvfp4_scale=scale)) as engine:
+            assert ("NVFP4 scales by fouroversix" in engine.log) is (scale == "fouroversix")
+            assert "Paris" in engine.ask(QUESTION)
+            prompt = engine.encode(LONG)
+            miss, hit = (engine.tokens([prompt], 12) for _ in range(2))
+            assert miss == hit
+            answer = engine.generate(
+                input_ids=[prompt], sampling_params={"max_new_tokens": 1}, return_logprob=True
+            )
+            seen[scale] = answer[0]["meta_info"]["output_token_logprobs"]
+    assert seen["max"] != seen["fouroversix"], "the store took the other rule"
+
+
+def test_of_the_mixed_recipe_v_is_scaled_to_four_or_six(model: Path) -> None:
+    with RealEngine(options(model, "mxfp8-nvfp4", inkling_nvfp4_scale="fouroversix")) as engine:
+        assert "NVFP4 scales by fouroversix" in engine.log
+        assert "Paris" in engine.ask(QUESTION)
+
+
+def test_four_over_six_without_nvfp4_is_refused(model: Path) -> None:
+    with pytest.raises(EngineFailed, match="is a rule of NVFP4 blocks"):
+        RealEngine(options(model, "mxfp8", inkling_nvfp4_scale="fouroversix"))
+
+
+def test_layers_have_recipes_of_their_own(model: Path, tmp_path: Path) -> None:
+    probe = Probe(tmp_path)
+    recipes = "0-1:mxfp8,7:bf16,29:mxfp8-nvfp4"
+    chosen = options(model, "nvfp4", inkling_layer_recipes=recipes)
+    with RealEngine(chosen, env=probe.env) as engine:
+        # One head of 64: 36 bytes in NVFP4, 66 in MXFP8, 128 in BF16.
+        sizes = {26: 72, 2: 132, 1: 256}
+        total = 3 * (26 * 72 + 2 * 132 + 256 + 66 + 36)
+        assert f"KV cache recipe nvfp4 with layers {recipes}, {total} bytes per" in engine.log
+        for layers, size in sizes.items():
+            assert f"{layers} " in engine.log
+            assert f"of {3 * size}" in engine.log
+        prompt = engine.encode(LONG)
+        miss, hit = (engine.tokens([prompt], 12) for _ in range(2))
+        assert miss == hit
+        assert "Paris" in engine.ask(QUESTION)
+        engine.call("flush_cache")
+        assert engine.tokens([prompt], 12) == miss
+        assert probe.padding_is_untouched
+    pool = probe.pool
+    assert pool["bytes_per_token"] == total
+    beyond = pool["nbytes"] - (pool["tokens"] + pool["page_size"]) * total
+    assert 0 <= beyond <= 16 * 1024
+
+
+def test_recipes_of_layers_that_are_none_are_refused(model: Path) -> None:
+    chosen = options(model, "nvfp4", inkling_layer_recipes="29:mxfp8,30:mxfp8")
+    with pytest.raises(EngineFailed, match="names layer 30, but the model has layers 0 to 29"):
+        RealEngine(chosen)
+
+
 @pytest.mark.parametrize("config", [GEMMA2, GRANITE_SWA], ids=["soft-cap", "sinks"])
 def test_centers_are_refused_where_the_shift_shows(
     config: dict[str, object], tmp_path: Path

@@ -54,6 +54,8 @@ def measure(
     Raises:
         AccuracyError: the text is too short, or the model's attention is not simulated.
     """
+    for setting in settings:
+        setting.bits(subject.layers)  # refuses layers that are none, before anything is computed
     first, *chunks = cut(subject, text, work.chunk, work.chunks + 1)
 
     def logits(ids: torch.Tensor, simulation: CacheSimulation, last: int = 0) -> torch.Tensor:
@@ -100,7 +102,8 @@ def _row(
 ) -> Row:
     numbers = {"kl": distance.kl, "perplexity": distance.perplexity, "top1": distance.top1}
     heads = [error for layer in errors for error in layer]
-    row: Row = {"model": subject.name, "setting": setting.name, "bits": setting.bits}
+    bits = short(setting.bits(subject.layers))
+    row: Row = {"model": subject.name, "setting": setting.name, "bits": bits}
     row |= {name: short(value) for name, value in numbers.items()}
     row["tokens"] = work.chunk * work.chunks
     if work.needle_lengths:

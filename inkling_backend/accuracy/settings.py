@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
 from inkling_backend.accuracy.errors import AccuracyError
 from inkling_backend.errors import UnknownNameError
-from inkling_backend.formats import RECIPES, Format, Quantized, Recipe, ScaleOrder
+from inkling_backend.formats import (
+    RECIPES,
+    Format,
+    Quantized,
+    Recipe,
+    ScaleOrder,
+    parse_layer_recipes,
+)
 from inkling_backend.formats.elements import (
     decode_e2m1_packed,
     decode_e4m3,
@@ -18,7 +27,6 @@ from inkling_backend.formats.elements import (
     pack_nibbles,
     to_blocks,
 )
-from inkling_backend.formats.nvfp4 import NVFP4, NVFP4_FOUR_OVER_SIX
 
 
 def _fp8(x: torch.Tensor, global_scale: torch.Tensor | None = None) -> Quantized:
@@ -68,6 +76,9 @@ TRANSFORMS = {
     "fouroversix": "NVFP4 blocks scaled to 4 or 6, whichever errs less",
     "sinks": "the first four tokens in BF16",
 }
+# And layers with recipes of their own, as `parse_layer_recipes` reads them.
+LAYERS = "layers(LAYERS:RECIPE,...)"
+_LAYERS = re.compile(r"layers\((.*)\)")
 _BEST = "+center+rotate"
 DEFAULT_SETTINGS = (
     *BASES,
@@ -77,7 +88,7 @@ DEFAULT_SETTINGS = (
         f"k_mxfp8_v_nvfp4{more}"
         for more in ("+fouroversix", _BEST, f"{_BEST}+fouroversix", f"{_BEST}+fouroversix+sinks")
     ),
-    *(f"nvfp4{more}" for more in ("+center", "+rotate", "+fouroversix")),
+    *(f"nvfp4{more}" for more in ("+center", "+rotate", _BEST, "+fouroversix")),
     *(f"nvfp4{_BEST}+fouroversix{more}" for more in ("", "+sinks")),
     *(f"kvfp4{more}" for more in (_BEST, f"{_BEST}+sinks")),
 )
@@ -92,6 +103,7 @@ class Setting:
         name: base and transforms as in `parse`.
         recipe: formats of K and V, and whether Q is quantized.
         centers, rotates, keeps_sinks: the transforms, see `TRANSFORMS`.
+        layers: recipes of the layers, by number, that have one of their own.
     """
 
     name: str
@@ -99,16 +111,32 @@ class Setting:
     centers: bool = False
     rotates: bool = False
     keeps_sinks: bool = False
+    layers: Mapping[int, Recipe] = field(default_factory=dict)
 
     @property
     def base(self) -> str:
         """The name without transforms."""
         return self.name.partition("+")[0]
 
-    @property
-    def bits(self) -> float:
-        """Bits per element of the cache, K and V together; sink tokens are not counted."""
-        return (self.recipe.k.bits_per_element + self.recipe.v.bits_per_element) / 2
+    def recipe_of(self, layer: int) -> Recipe:
+        """The recipe of one layer."""
+        return self.layers.get(layer, self.recipe)
+
+    def bits(self, layers: int) -> float:
+        """Bits per element of a model's cache, K and V together; sink tokens are not counted.
+
+        Args:
+            layers: of the model.
+
+        Raises:
+            AccuracyError: the model lacks a layer that has a recipe of its own.
+        """
+        if self.layers and max(self.layers) >= layers:
+            raise AccuracyError(
+                f"setting {self.name!r}: layer {max(self.layers)} is named, but the model has "
+                f"layers 0 to {layers - 1}"
+            )
+        return sum(self.recipe_of(layer).bits_per_element for layer in range(layers)) / layers
 
 
 def parse(name: str) -> Setting:
@@ -116,6 +144,7 @@ def parse(name: str) -> Setting:
 
     Raises:
         UnknownNameError: a part of the name is not known.
+        LayerRecipesError: layers with recipes of their own cannot be read.
         AccuracyError: four-over-six without NVFP4.
     """
     base, *transforms = name.split("+")
@@ -123,19 +152,24 @@ def parse(name: str) -> Setting:
     base = by_recipe.get(base, base)
     if base not in BASES:
         raise UnknownNameError("setting", base, tuple(BASES))
+    recipe, layers = BASES[base], {}
     for transform in transforms:
-        if transform not in TRANSFORMS:
-            raise UnknownNameError("transform", transform, tuple(TRANSFORMS))
-    recipe = BASES[base]
+        if match := _LAYERS.fullmatch(transform):
+            layers = parse_layer_recipes(match[1])
+        elif transform not in TRANSFORMS:
+            raise UnknownNameError("transform", transform, (*TRANSFORMS, LAYERS))
+    if recipe.quantize_query:
+        layers = {layer: each.with_mxfp8_query() for layer, each in layers.items()}
     if "fouroversix" in transforms:
-        if NVFP4 not in (recipe.k, recipe.v):
+        if not any(each.has_nvfp4 for each in (recipe, *layers.values())):
             raise AccuracyError(f"setting {name!r}: +fouroversix is a rule of NVFP4 blocks")
-        k, v = (NVFP4_FOUR_OVER_SIX if f is NVFP4 else f for f in (recipe.k, recipe.v))
-        recipe = replace(recipe, k=k, v=v)
+        recipe = recipe.with_four_over_six()
+        layers = {layer: each.with_four_over_six() for layer, each in layers.items()}
     return Setting(
         "+".join((base, *transforms)),
         recipe,
         centers="center" in transforms,
         rotates="rotate" in transforms,
         keeps_sinks="sinks" in transforms,
+        layers=layers,
     )

@@ -54,7 +54,7 @@ class CacheSimulation:
         Args:
             layer: whose center to use; its first call sets it.
         """
-        recipe, setting = self.setting.recipe, self.setting
+        recipe, setting = self.setting.recipe_of(layer), self.setting
         center = self._centers.of(layer, k) if setting.centers else None
         transform = KeyTransform(center, setting.rotates)
         keys, queries = transform.key(k), transform.query(q)

@@ -37,6 +37,11 @@ class Subject:
         """The special tokens that the tokenizer puts before a text."""
         return self.tokenizer("")["input_ids"]
 
+    @property
+    def layers(self) -> int:
+        """Layers of the model."""
+        return int(self.network.config.get_text_config(decoder=True).num_hidden_layers)
+
     @torch.inference_mode()
     def logits(self, ids: torch.Tensor, simulation: CacheSimulation, last: int = 0) -> torch.Tensor:
         """Logits of one sequence ``[T]`` over a simulated cache.

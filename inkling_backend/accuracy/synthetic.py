@@ -96,7 +96,7 @@ def measure(settings: Sequence[Setting], shape: Shape | None = None) -> Iterator
             yield {
                 "model": f"synthetic {kind}",
                 "setting": setting.name,
-                "bits": setting.bits,
+                "bits": setting.bits(1),
                 "kl": short(float(kl)),
                 "attention_error": short(float(error)),
             }

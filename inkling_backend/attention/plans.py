@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from inkling_backend.attention.staging import Round
+from inkling_backend.formats.layout import CacheLayout
 
 if TYPE_CHECKING:  # importing it needs Triton
     from inkling_backend.kernels.plan import WorkList
@@ -27,6 +29,7 @@ class DecodePlan:
         work: what the decode kernels have to do; None for the reference implementation.
         mapped_table: pages of the same tokens in another pool, as ``page_table``; page 0 where
             there is none. None without a slot map.
+        others: plans of the same batch for layers of these layouts (`attention.mixed`).
     """
 
     batch: int
@@ -35,6 +38,7 @@ class DecodePlan:
     seq_lens: torch.Tensor
     work: WorkList | None
     mapped_table: torch.Tensor | None = None
+    others: Mapping[CacheLayout, DecodePlan] | None = None
 
     def mapped(self) -> DecodePlan:
         """The same batch for layers whose pages lie in the other pool."""

@@ -20,6 +20,8 @@ class ReferencePath:
 
     workspace_bytes = 0
     kernels = "plain torch (reference)"
+    # Nothing is split.
+    split_rules = None
 
     def __init__(self, spec: AttentionSpec, max_context: int) -> None:
         self._page = spec.layout.page_size

@@ -24,7 +24,7 @@ from inkling_backend.errors import InvalidTensorError, UnsupportedError
 from inkling_backend.formats import Query
 from inkling_backend.formats.layer_attention import LayerAttention
 from inkling_backend.formats.layout import LayerCache
-from inkling_backend.kernels.arch import Capability, capability_of
+from inkling_backend.kernels.arch import capability_of
 from inkling_backend.kernels.configs import MAX_GROUP
 from inkling_backend.reference.store import make_query
 
@@ -37,6 +37,9 @@ class _Path(Protocol):
 
     @property
     def workspace_bytes(self) -> int: ...
+
+    @property
+    def split_rules(self) -> object: ...
 
     def prepare(self, layers: Iterable[LayerAttention]) -> None: ...
 
@@ -106,6 +109,7 @@ class AttentionRunner:
         maps_slots: bool = False,
         extend: env.Extend | None = None,
         fa4: Attend | None = None,
+        like: AttentionRunner | None = None,
     ) -> None:
         """Allocates every buffer that `plan_decode`, `plan_extend` and `run` will need.
 
@@ -113,6 +117,8 @@ class AttentionRunner:
             max_tokens: tokens that the pool holds; no request is longer.
             extend: what attends in prefill; None for what the environment says (`env.extend`).
             fa4: FA4's ``flash_attn_varlen_func``, which `env.kernels` may ask for.
+            like: the runner of the same model's layers of another layout, whose buffers are used
+                where they can be; its plans of extend are this one's, too (`attention.mixed`).
 
         Raises:
             UnsupportedError: with every reason, if this attention cannot run on the device.
@@ -140,9 +146,9 @@ class AttentionRunner:
             # when the memory for prefill's copies is set aside.
             prefill = (extend, spec, max_context, capability)
             sizes = (spec, max_batch, self.max_context, max_q_len, self.device)
-            self._path = _triton_path(
-                *sizes, capability=capability, maps_slots=maps_slots, prefill=prefill, fa4=fa4
-            )
+            shared = None if like is None else like._path
+            how = {"capability": capability, "maps_slots": maps_slots}
+            self._path = _triton_path(*sizes, prefill=prefill, fa4=fa4, like=shared, **how)
         elif extend == "flashinfer":
             reason = "the kernels are plain torch: set INKLING_EXTEND=auto, or run on a GPU"
             raise UnsupportedError("INKLING_EXTEND=flashinfer", [reason])
@@ -169,6 +175,10 @@ class AttentionRunner:
     def workspace_bytes(self) -> int:
         """Device bytes held by this runner, beside the pool; to be counted when sizing it."""
         return self._path.workspace_bytes
+
+    def plans_as(self, other: AttentionRunner) -> bool:
+        """Whether decode plans of ``other``, which this one was made ``like``, are its own, too."""
+        return self._path.split_rules == other._path.split_rules
 
     def plan_decode(
         self,
@@ -357,28 +367,21 @@ class AttentionRunner:
 
 
 def _triton_path(
-    *sizes: Any,
-    capability: Capability | None,
-    maps_slots: bool,
-    prefill: tuple[Any, ...],
-    fa4: Attend | None,
+    *sizes: Any, prefill: tuple[Any, ...], fa4: Attend | None, like: Any, **how: Any
 ) -> _Path:
     """The path of the kernels, or of FA4 over what they store; here, because both need Triton."""
     if env.asks_for_fa4():
         from inkling_backend.attention.fa4_path import Fa4Path
 
-        reasons = fa4_reasons_against(sizes[0], capability)
+        reasons = fa4_reasons_against(sizes[0], how["capability"])
         if fa4 is None:
             reasons.append("FA4 comes with SGLang: serve with it")
+        if like is not None:
+            reasons.append("layers have recipes of their own, and FA4 reads MXFP8 alone: unset it")
         if fa4 is None or reasons:
             raise UnsupportedError("INKLING_KERNELS=fa4", reasons)
-        return Fa4Path(fa4, *sizes, capability=capability, maps_slots=maps_slots)
+        return Fa4Path(fa4, *sizes, **how)
     from inkling_backend.attention import flashinfer_extend
     from inkling_backend.attention.triton_path import TritonPath
 
-    return TritonPath(
-        *sizes,
-        capability=capability,
-        flashinfer=flashinfer_extend.chosen(*prefill),
-        maps_slots=maps_slots,
-    )
+    return TritonPath(*sizes, flashinfer=flashinfer_extend.chosen(*prefill), like=like, **how)

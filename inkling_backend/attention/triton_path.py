@@ -58,12 +58,35 @@ class _Decoder(NamedTuple):
         return cls(decode_fast, chunked_split_rule(*sizes, programs))
 
 
+class _DecodeBuffers(NamedTuple):
+    """What plans of one split rule fill, and where their splits leave results."""
+
+    pages: torch.Tensor
+    lens: torch.Tensor
+    mapped: torch.Tensor
+    work: WorkList
+    partial: Partial
+
+
+class _ExtendBuffers(NamedTuple):
+    """What plans of extend fill."""
+
+    pages: torch.Tensor
+    lens: torch.Tensor
+    mapped: torch.Tensor
+    qo_indptr: torch.Tensor
+
+
 class TritonPath:
     """Buffers are allocated once, apart for decode and extend.
 
     So a captured decode graph finds its plan and its partial results where they were, whatever
     was extended in between.
     """
+
+    _decode: _DecodeBuffers
+    _extend: _ExtendBuffers
+    _flashinfer: FlashInferExtend | None
 
     def __init__(
         self,
@@ -76,12 +99,16 @@ class TritonPath:
         capability: Capability | None,
         flashinfer: bool,
         maps_slots: bool = False,
+        like: TritonPath | None = None,
     ) -> None:
         """
         Args:
             capability: compute capability of the GPU, None for the interpreter.
             flashinfer: `flashinfer_extend.chosen`.
             maps_slots: whether plans come with a slot map.
+            like: the path of the same model's layers of another layout, with the same arguments
+                otherwise. They take turns, so its buffers are used: those of extend, whose plans
+                no layout changes, and those of decode if the split rules are the same.
         """
         layout = spec.layout
         self._page = layout.page_size
@@ -92,31 +119,47 @@ class TritonPath:
             )
             for q_len in {1, max_q_len}
         }
-        items = max(decoder.rule.most_items for decoder in self._decoders.values())
         max_pages = -(-max_context // layout.page_size)
+        mapped = (max_batch, max_pages) if maps_slots else (0, 0)
+        self._own_bytes = 0
 
         def ints(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        self._decode_pages = ints(max_batch, max_pages)
-        self._decode_lens = ints(max_batch)
-        self._work = WorkList.empty(items, max_batch, device)
-        self._extend_pages = ints(max_batch, max_pages)
-        self._extend_lens = ints(max_batch)
-        self._qo_indptr = ints(max_batch + 1)
-        mapped = (max_batch, max_pages) if maps_slots else (0, 0)
-        self._decode_mapped, self._extend_mapped = ints(*mapped), ints(*mapped)
-
-        rows = max(each.rule.most_items * q_len for q_len, each in self._decoders.items())
-        self._partial = Partial.empty(rows, spec.num_q_heads, layout.v_head_dim, device)
-
-        self._flashinfer: FlashInferExtend | None = None
+        if like is not None and like.split_rules == self.split_rules:
+            self._decode = like._decode
+        else:
+            items = max(each.rule.most_items for each in self._decoders.values())
+            rows = max(each.rule.most_items * q_len for q_len, each in self._decoders.items())
+            self._decode = _DecodeBuffers(
+                ints(max_batch, max_pages),
+                ints(max_batch),
+                ints(*mapped),
+                WorkList.empty(items, max_batch, device),
+                Partial.empty(rows, spec.num_q_heads, layout.v_head_dim, device),
+            )
+            *tables, work, partial = self._decode
+            self._own_bytes += sum(t.nbytes for t in (*tables, *work, *partial))
+        if like is not None:
+            self._extend, self._flashinfer = like._extend, like._flashinfer
+            return
+        self._extend = _ExtendBuffers(
+            ints(max_batch, max_pages), ints(max_batch), ints(*mapped), ints(max_batch + 1)
+        )
+        self._own_bytes += sum(t.nbytes for t in self._extend)
+        self._flashinfer = None
         if flashinfer:
             self._flashinfer = FlashInferExtend(spec, max_batch, max_context, device)
+            self._own_bytes += self._flashinfer.workspace_bytes
 
     def prepare(self, layers: Iterable[LayerAttention]) -> None:
         if self._flashinfer is not None:
             self._flashinfer.prepare(layers)
+
+    @property
+    def split_rules(self) -> dict[int, SplitRule]:
+        """How the work of some number of query tokens is cut."""
+        return {q_len: decoder.rule for q_len, decoder in self._decoders.items()}
 
     @property
     def kernels(self) -> str:
@@ -127,10 +170,8 @@ class TritonPath:
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of all buffers held."""
-        tensors = [t for t in vars(self).values() if isinstance(t, torch.Tensor)]
-        own = sum(t.nbytes for t in (*tensors, *self._work, *self._partial))
-        return own + (0 if self._flashinfer is None else self._flashinfer.workspace_bytes)
+        """Bytes of all buffers held, those of another path not counted."""
+        return self._own_bytes
 
     def plan_decode(
         self,
@@ -141,7 +182,7 @@ class TritonPath:
         q_len: int,
         slot_map: torch.Tensor | None,
     ) -> DecodePlan:
-        mapped = None if slot_map is None else planner.Mapped(slot_map, self._decode_mapped)
+        mapped = None if slot_map is None else planner.Mapped(slot_map, self._decode.mapped)
         planner.plan_decode(
             slot_table,
             rows,
@@ -150,14 +191,14 @@ class TritonPath:
             page_size=self._page,
             max_context=self._max_context,
             rule=self._decoders[q_len].rule,
-            page_table=self._decode_pages,
-            seq_lens_out=self._decode_lens,
-            work=self._work,
+            page_table=self._decode.pages,
+            seq_lens_out=self._decode.lens,
+            work=self._decode.work,
             mapped=mapped,
         )
-        pages, lens = self._decode_pages[:batch], self._decode_lens[:batch]
+        pages, lens = self._decode.pages[:batch], self._decode.lens[:batch]
         there = None if mapped is None else mapped.page_table[:batch]
-        return DecodePlan(batch, q_len, pages, lens, self._work, there)
+        return DecodePlan(batch, q_len, pages, lens, self._decode.work, there)
 
     def plan_extend(
         self,
@@ -170,7 +211,7 @@ class TritonPath:
         slot_map: torch.Tensor | None,
     ) -> ExtendPlan:
         batch = rows.shape[0]
-        mapped = None if slot_map is None else planner.Mapped(slot_map, self._extend_mapped)
+        mapped = None if slot_map is None else planner.Mapped(slot_map, self._extend.mapped)
         rounds = () if self._flashinfer is None else self._flashinfer.plan(q_lens, kv_lens)
         planner.plan_extend(
             slot_table,
@@ -180,17 +221,17 @@ class TritonPath:
             batch=batch,
             page_size=self._page,
             max_context=self._max_context,
-            page_table=self._extend_pages,
-            seq_lens_out=self._extend_lens,
-            qo_indptr_out=self._qo_indptr,
+            page_table=self._extend.pages,
+            seq_lens_out=self._extend.lens,
+            qo_indptr_out=self._extend.qo_indptr,
             mapped=mapped,
         )
         return ExtendPlan(
             batch,
             max(q_lens, default=0),
-            self._extend_pages[:batch],
-            self._extend_lens[:batch],
-            self._qo_indptr[: batch + 1],
+            self._extend.pages[:batch],
+            self._extend.lens[:batch],
+            self._extend.qo_indptr[: batch + 1],
             rounds,
             None if mapped is None else mapped.page_table[:batch],
         )
@@ -240,7 +281,7 @@ class TritonPath:
             plan.seq_lens,
             plan.work,
             plan.batch,
-            self._partial,
+            self._decode.partial,
             out,
             layer,
             plan.q_len,

@@ -37,8 +37,13 @@ SPREAD = 100
 _SHAPE = re.compile(r"(?:(\d+k?)x)?(\d+k?)(?:\+(\d+k?))?", re.IGNORECASE)
 
 
-# After a plus sign behind a recipe's name: what is done to its keys before they are stored.
-TRANSFORMS = ("center", "rotate")
+class CaseError(InklingError, ValueError):
+    """A recipe, a shape or a number on the command line cannot be measured."""
+
+
+# After a plus sign behind a recipe's name: what is done to its keys before they are stored, and
+# NVFP4 blocks scaled to 4 or 6, whichever errs less.
+TRANSFORMS = ("center", "rotate", "fouroversix")
 
 
 def parse_recipe(name: str) -> tuple[Recipe, frozenset[str]]:
@@ -46,16 +51,18 @@ def parse_recipe(name: str) -> tuple[Recipe, frozenset[str]]:
 
     Raises:
         UnknownNameError: a part of the name is not known.
+        CaseError: four-over-six without NVFP4.
     """
     base, *transforms = name.split("+")
     for transform in transforms:
         if transform not in TRANSFORMS:
             raise UnknownNameError("transform", transform, TRANSFORMS)
-    return replace(get_recipe(base), name=name), frozenset(transforms)
-
-
-class CaseError(InklingError, ValueError):
-    """A shape or a number on the command line cannot be measured."""
+    recipe = get_recipe(base)
+    if "fouroversix" in transforms:
+        if not recipe.has_nvfp4:
+            raise CaseError(f"recipe {name!r}: +fouroversix is a rule of NVFP4 blocks")
+        recipe = recipe.with_four_over_six()
+    return replace(recipe, name=name), frozenset(transforms)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ Whatever moves, copies or exports a token takes its scales along.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -50,10 +50,11 @@ class KVCachePool:
     """Buffers of all layers of one model.
 
     Attributes:
-        layout: geometry of the pages.
+        layout: geometry of the pages of most layers.
+        layouts: that of every layer.
         num_layers, num_pages: sizes; page 0, whose slot 0 is padding, is counted.
-        k_global, v_global: ``[num_layers]`` float32 on the device, 1.0 at first, or None for a
-            format without a global scale. Kernels read them when they run, so that a change in
+        k_global, v_global: ``[num_layers]`` float32 on the device, 1.0 at first, or None where no
+            layer's format has a global scale. Kernels read them when they run, so that a change in
             place is seen by captured graphs too.
         k_center: ``[num_layers, kv heads, k_head_dim]`` float32 on the device, zero at first, that
             keys are stored without; None without centering. Pages are valid under the center that
@@ -68,23 +69,26 @@ class KVCachePool:
         device: torch.device | str,
         allocate: Allocate = torch.zeros,
         *,
+        others: Mapping[int, CacheLayout] | None = None,
         centers: bool = False,
         rotates: bool = False,
     ) -> None:
         """Allocates every buffer.
 
         Args:
+            others: layouts of the layers that have not ``layout``; they differ in formats alone.
             allocate: called like `torch.zeros` for what grows with the pool; must give zeroed
                 memory (a byte of 0xFF is a NaN) where attention reads the pages. Its contents may
                 get lost while no token is kept, those of the global scales and centers may not.
             centers, rotates: the key transform of every layer (`inkling_backend.transforms`).
         """
         self.layout = layout
+        self.layouts = tuple((others or {}).get(i, layout) for i in range(num_layers))
         self.num_layers = num_layers
         self.num_pages = num_pages
 
-        def global_scales(side: SideLayout) -> torch.Tensor | None:
-            if not side.format.has_global_scale:
+        def global_scales(sides: Iterable[SideLayout]) -> torch.Tensor | None:
+            if not any(side.format.has_global_scale for side in sides):
                 return None
             return torch.ones(num_layers, dtype=torch.float32, device=device)
 
@@ -101,30 +105,35 @@ class KVCachePool:
             # would have to leave to the exact path, in every step.
             return scales.fill_(side.format.one_scale)
 
-        self.k_global = global_scales(layout.k)
-        self.v_global = global_scales(layout.v)
+        self.k_global = global_scales(each.k for each in self.layouts)
+        self.v_global = global_scales(each.v for each in self.layouts)
         self.k_center = None
         if centers:
             shape = (num_layers, layout.num_kv_heads, layout.k_head_dim)
             self.k_center = torch.zeros(shape, dtype=torch.float32, device=device)
         self._layers = [
             LayerCache(
-                layout,
-                data(layout.k),
-                data(layout.v),
-                scale(layout.k),
-                scale(layout.v),
-                None if self.k_global is None else self.k_global[i : i + 1],
-                None if self.v_global is None else self.v_global[i : i + 1],
+                each,
+                data(each.k),
+                data(each.v),
+                scale(each.k),
+                scale(each.v),
+                _entry(self.k_global, i, each.k),
+                _entry(self.v_global, i, each.v),
                 None if self.k_center is None else self.k_center[i],
                 rotates,
             )
-            for i in range(num_layers)
+            for i, each in enumerate(self.layouts)
         ]
 
     def layer(self, index: int) -> LayerCache:
         """Buffers of one layer."""
         return self._layers[index]
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token in all layers."""
+        return sum(layout.bytes_per_token for layout in self.layouts)
 
     @property
     def num_slots(self) -> int:
@@ -135,8 +144,8 @@ class KVCachePool:
     def nbytes(self) -> int:
         """Bytes of every buffer.
 
-        That is ``layout.bytes_per_token * num_layers * num_slots``, four bytes per layer for
-        each side whose format has a global scale, and the centers.
+        That is ``bytes_per_token * num_slots``, four bytes per layer for each side of which some
+        layer's format has a global scale, and the centers.
         """
         fixed = [self.k_global, self.v_global, self.k_center]
         small = sum(tensor.nbytes for tensor in fixed if tensor is not None)
@@ -174,7 +183,10 @@ class KVCachePool:
         src = torch.where(real, src, 0).to(torch.int64)
         for cache in self._layers:
             for tensor, to, where in zip(
-                self._flat(cache), self._indices(dst), self._indices(src), strict=True
+                self._flat(cache),
+                self._indices(cache.layout, dst),
+                self._indices(cache.layout, src),
+                strict=True,
             ):
                 tensor[to] = tensor[where]
 
@@ -192,12 +204,12 @@ class KVCachePool:
 
         Args:
             to, pages: pages of this pool, and those of ``source`` that come there; on the host.
-            source: a pool of the same layout.
+            source: a pool whose layers have the same layouts.
             layers: layers to copy; None for all.
         """
         if len(to) != len(pages):
             raise InvalidTensorError("pages", "pages to copy:", len(to), len(pages))
-        if (source.layout, source.num_layers) != (self.layout, self.num_layers):
+        if source.layouts != self.layouts:
             got = f"{source.num_layers} layers of {source.layout}"
             raise InvalidTensorError("source", "layers and layout of", self.layout, got)
         runs = _runs(to, pages)
@@ -216,13 +228,13 @@ class KVCachePool:
         Args:
             slots: ``[T]`` integer slots on the pool's device.
         """
-        indices = self._indices(slots.to(torch.int64))
         exported = []
         for cache in self._layers:
+            indices = self._indices(cache.layout, slots.to(torch.int64))
             rows = iter([t[i].cpu() for t, i in zip(self._flat(cache), indices, strict=True)])
             sides = [
                 Quantized(next(rows), next(rows) if side.format.block else None)
-                for side in (self.layout.k, self.layout.v)
+                for side in (cache.layout.k, cache.layout.v)
             ]
             exported.append(SlotRows(*sides))
         return exported
@@ -236,8 +248,8 @@ class KVCachePool:
         """
         if len(rows) != self.num_layers:
             raise InvalidTensorError("rows", "one entry per layer,", self.num_layers, len(rows))
-        indices = self._indices(slots.to(torch.int64))
         for cache, layer_rows in zip(self._layers, rows, strict=True):
+            indices = self._indices(cache.layout, slots.to(torch.int64))
             parts = [part for side in layer_rows for part in side if part is not None]
             for tensor, index, part in zip(self._flat(cache), indices, parts, strict=True):
                 if part.shape[0] != slots.shape[0] or part.dtype != tensor.dtype:
@@ -254,14 +266,21 @@ class KVCachePool:
                 found.append(scale.view(-1))
         return found
 
-    def _indices(self, slots: torch.Tensor) -> list[torch.Tensor]:
+    def _indices(self, layout: CacheLayout, slots: torch.Tensor) -> list[torch.Tensor]:
         """Index of the slots' bytes into each tensor of `_flat`."""
         found = []
-        for side in (self.layout.k, self.layout.v):
+        for side in (layout.k, layout.v):
             found.append(slots)
             if side.format.block:
-                found.append(self.layout.scale_offsets(side, slots))
+                found.append(layout.scale_offsets(side, slots))
         return found
+
+
+def _entry(scales: torch.Tensor | None, layer: int, side: SideLayout) -> torch.Tensor | None:
+    """The ``[1]`` global scale of a layer, None if its format has none."""
+    if scales is None or not side.format.has_global_scale:
+        return None
+    return scales[layer : layer + 1]
 
 
 def _parts(cache: LayerCache) -> dict[str, torch.Tensor]:

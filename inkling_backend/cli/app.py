@@ -21,6 +21,7 @@ from inkling_backend.cli import doctor as doctors
 from inkling_backend.cli import plan as planner
 from inkling_backend.cli.accuracy import accuracy
 from inkling_backend.cli.model import read_model
+from inkling_backend.formats import parse_layer_recipes
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -112,6 +113,10 @@ def plan(
         float | None,
         typer.Option(min=0, help="Size of the weights; counted from the config by default."),
     ] = None,
+    layer_recipes: Annotated[
+        str | None,
+        typer.Option(help="LAYERS:RECIPE,... like 0-1:mxfp8: as --inkling-layer-recipes."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Say how many tokens and requests fit, per recipe, against BF16 and FP8.
@@ -132,6 +137,7 @@ def plan(
                 context=context,
                 mem_fraction=mem_fraction,
                 weight_bytes=None if weights_gib is None else int(weights_gib * 2**30),
+                layer_recipes=parse_layer_recipes(layer_recipes) if layer_recipes else None,
             )
     except ModuleNotFoundError as error:
         typer.echo(missing(error, "plan"), err=True)

@@ -6,6 +6,7 @@ The bytes come from `CacheLayout.bytes_per_token`, which the pool is sized and b
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from inkling_backend.attention import reasons_against
 from inkling_backend.cli.model import ModelShape, PlanError, count_weights
 from inkling_backend.errors import UnknownNameError
-from inkling_backend.formats import RECIPES
+from inkling_backend.formats import RECIPES, Recipe
 from inkling_backend.formats.layout import DEFAULT_PAGE_SIZE, CacheLayout
 
 # Memory that the driver reports as the card's total.
@@ -33,6 +34,8 @@ GPU_MEMORY_MIB = {
 FP8 = "fp8"
 # Recipes in the order shown. FP8 is the engine's own cache of one byte an element, for comparison.
 ORDER = ("bf16", FP8, "mxfp8", "mxfp8-nvfp4", "nvfp4", "kvfp4")
+# Their pools are the engine's own, of one format.
+_WITHOUT_OTHERS = ("bf16", FP8)
 # The engine's default of --swa-full-tokens-ratio: tokens of the pool for layers with a window, over
 # those of the pool for the other layers.
 _WINDOW_POOL_RATIO = 0.8
@@ -108,6 +111,7 @@ def plan(
     context: int | None = None,
     mem_fraction: float = 0.88,
     weight_bytes: int | None = None,
+    layer_recipes: Mapping[int, Recipe] | None = None,
 ) -> Plan:
     """What fits on each of ``tp`` GPUs.
 
@@ -116,11 +120,22 @@ def plan(
         context: tokens of a request; the model's most if None.
         mem_fraction: share of the memory for weights and cache.
         weight_bytes: bytes of all weights; counted from the configuration if None.
+        layer_recipes: of layers that have one of their own beside a quantized recipe.
 
     Raises:
-        PlanError: the GPUs cannot share the heads, the context is longer than the model's, or
-            nothing is left for a cache.
+        PlanError: the GPUs cannot share the heads, the context is longer than the model's, nothing
+            is left for a cache, or the model's layers cannot have recipes of their own.
     """
+    layer_recipes = layer_recipes or {}
+    if layer_recipes and max(layer_recipes) >= shape.layers:
+        raise PlanError(
+            f"--layer-recipes names layer {max(layer_recipes)}, but the model has layers 0 to "
+            f"{shape.layers - 1}"
+        )
+    if layer_recipes and shape.window_pool:
+        raise PlanError(
+            "--layer-recipes over a pool for layers with a window is not served: leave it out"
+        )
     if shape.num_q_heads % tp or (shape.num_kv_heads % tp and tp % shape.num_kv_heads):
         raise PlanError(
             f"{tp} GPUs cannot share {shape.num_q_heads} query heads and {shape.num_kv_heads} KV "
@@ -139,34 +154,48 @@ def plan(
             f"{weights / 2**30:.1f} GiB of weights leave nothing of "
             f"{memory_bytes * mem_fraction / 2**30:.1f} GiB: use a larger GPU or a larger --tp"
         )
-    rows = [_row(name, shape, tp, cache, context) for name in ORDER]
+    rows = [
+        _row(name, shape, tp, cache, context, {} if name in _WITHOUT_OTHERS else layer_recipes)
+        for name in ORDER
+    ]
     return Plan(rows, cache, weights, context, _notes(shape, rows))
 
 
-def _row(name: str, shape: ModelShape, tp: int, cache: int, context: int) -> Row:
+def _row(
+    name: str,
+    shape: ModelShape,
+    tp: int,
+    cache: int,
+    context: int,
+    others: Mapping[int, Recipe],
+) -> Row:
     heads, dims = max(1, shape.num_kv_heads // tp), (shape.head_dim, shape.v_head_dim)
     if name == FP8:
-        bits, layer = 8.0, heads * sum(dims)
+        bits, layer, per_token = 8.0, heads * sum(dims), heads * sum(dims) * shape.layers
     else:
-        recipe = RECIPES[name]
-        bits = (recipe.k.bits_per_element + recipe.v.bits_per_element) / 2
-        reasons = reasons_against(
-            num_q_heads=shape.num_q_heads // tp,
-            num_kv_heads=heads,
-            k_format=recipe.k,
-            v_format=recipe.v,
-            k_head_dim=dims[0],
-            v_head_dim=dims[1],
-            page_size=DEFAULT_PAGE_SIZE,
-            dtype=torch.bfloat16,
-            quantize_query=recipe.quantize_query,
-            capability=None,
+        recipes = [others.get(i, RECIPES[name]) for i in range(shape.layers)]
+        bits = sum(recipe.bits_per_element for recipe in recipes) / len(recipes)
+        reasons = dict.fromkeys(
+            reason
+            for recipe in dict.fromkeys([RECIPES[name], *recipes])
+            for reason in reasons_against(
+                num_q_heads=shape.num_q_heads // tp,
+                num_kv_heads=heads,
+                k_format=recipe.k,
+                v_format=recipe.v,
+                k_head_dim=dims[0],
+                v_head_dim=dims[1],
+                page_size=DEFAULT_PAGE_SIZE,
+                dtype=torch.bfloat16,
+                quantize_query=recipe.quantize_query,
+                capability=None,
+            )
         )
         if reasons:
             return Row(name, bits, 0, 0, 0, reason="; ".join(reasons))
-        layer = CacheLayout(recipe.k, recipe.v, heads, *dims).bytes_per_token
+        layer = CacheLayout(RECIPES[name].k, RECIPES[name].v, heads, *dims).bytes_per_token
+        per_token = sum(CacheLayout(r.k, r.v, heads, *dims).bytes_per_token for r in recipes)
     if not shape.window_pool:
-        per_token = layer * shape.layers
         tokens = _whole_pages(cache // per_token)
         return Row(name, bits, per_token, tokens, tokens // context, layer_bytes=layer)
     cost = layer * (shape.full_layers + _WINDOW_POOL_RATIO * shape.window_layers)

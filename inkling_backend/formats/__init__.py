@@ -8,6 +8,7 @@ from inkling_backend.formats.recipe import (
     Recipe,
     get_format,
     get_recipe,
+    parse_layer_recipes,
 )
 from inkling_backend.formats.spec import Format, Quantized, ScaleOrder
 
@@ -22,4 +23,5 @@ __all__ = [
     "ScaleOrder",
     "get_format",
     "get_recipe",
+    "parse_layer_recipes",
 ]

@@ -9,11 +9,12 @@ format's `ScaleOrder` says.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from inkling_backend.errors import InvalidTensorError, UnsupportedError
+from inkling_backend.formats.recipe import Recipe
 from inkling_backend.formats.spec import Format
 
 # Tokens of a page that attention serves. Storing alone takes any power of two from 32 on.
@@ -56,9 +57,9 @@ class SideLayout:
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """Geometry of the pages of one model; the same for all its layers.
+    """Geometry of the pages of a model's layers.
 
-    K and V carry their formats apart.
+    K and V carry their formats apart. Layers may differ in their formats, and in nothing else.
     """
 
     k_format: Format
@@ -103,6 +104,11 @@ class CacheLayout:
         return SideLayout(self.v_format, self.v_head_dim, strides)
 
     @property
+    def formats(self) -> tuple[Format, Format]:
+        """Of K and of V."""
+        return self.k_format, self.v_format
+
+    @property
     def bytes_per_token(self) -> int:
         """Bytes that one token takes in one layer, K and V, data and scales."""
         return self.num_kv_heads * (
@@ -118,6 +124,14 @@ class CacheLayout:
     def center_bytes(self) -> int:
         """Bytes of one layer's center of the keys, float32, where there is one."""
         return self.num_kv_heads * self.k_head_dim * 4
+
+    def with_recipe(self, recipe: Recipe) -> CacheLayout:
+        """The same pages in another recipe.
+
+        Raises:
+            UnsupportedError: the heads do not fit its formats.
+        """
+        return replace(self, k_format=recipe.k, v_format=recipe.v)
 
     def data_shape(self, side: SideLayout, num_pages: int) -> tuple[int, int, int]:
         """Shape of a data buffer: (slots, kv heads, items of a row)."""

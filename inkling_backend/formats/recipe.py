@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from inkling_backend.errors import UnknownNameError
+from inkling_backend.errors import LayerRecipesError, UnknownNameError
 from inkling_backend.formats.bf16 import BF16
 from inkling_backend.formats.kvfp4 import KVFP4
 from inkling_backend.formats.mxfp8 import MXFP8
-from inkling_backend.formats.nvfp4 import NVFP4
+from inkling_backend.formats.nvfp4 import NVFP4, NVFP4_FOUR_OVER_SIX
 from inkling_backend.formats.spec import Format
 
 FORMATS: dict[str, Format] = {f.name: f for f in (MXFP8, NVFP4, KVFP4, BF16)}
@@ -44,6 +45,11 @@ class Recipe:
     quantize_query: bool = False
 
     @property
+    def bits_per_element(self) -> float:
+        """Bits per element of K and V together, scales included."""
+        return (self.k.bits_per_element + self.v.bits_per_element) / 2
+
+    @property
     def takes_mxfp8_query(self) -> bool:
         """Whether Q may be MXFP8: where K is, so that both sides of a product are of one format."""
         return self.k is MXFP8
@@ -51,6 +57,16 @@ class Recipe:
     def with_mxfp8_query(self) -> Recipe:
         """The recipe with queries in MXFP8; itself where it takes none."""
         return replace(self, quantize_query=self.takes_mxfp8_query)
+
+    @property
+    def has_nvfp4(self) -> bool:
+        """Whether K or V is in NVFP4, whose blocks can be scaled to 4 or to 6."""
+        return NVFP4.name in (self.k.name, self.v.name)
+
+    def with_four_over_six(self) -> Recipe:
+        """The recipe with every NVFP4 block scaled to the peak that errs less; else itself."""
+        k, v = (NVFP4_FOUR_OVER_SIX if side is NVFP4 else side for side in (self.k, self.v))
+        return replace(self, k=k, v=v)
 
 
 # Q stays as the model gave it: quantizing it costs accuracy and saves no byte of the cache.
@@ -67,6 +83,35 @@ def get_recipe(name: str) -> Recipe:
     if name not in RECIPES:
         raise UnknownNameError("recipe", name, tuple(RECIPES))
     return RECIPES[name]
+
+
+_LAYERS = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?:(\S+)")
+
+
+def parse_layer_recipes(text: str) -> dict[int, Recipe]:
+    """Recipes of single layers: ``LAYERS:RECIPE``, joined by commas, like ``0-1:mxfp8,29:bf16``.
+
+    Layers count from 0; a range includes both its ends.
+
+    Raises:
+        LayerRecipesError: the text is no such list, or names a layer twice.
+        UnknownNameError: a recipe is not known.
+    """
+    found: dict[int, Recipe] = {}
+    for part in text.split(","):
+        match = _LAYERS.fullmatch(part.strip())
+        if match is None:
+            raise LayerRecipesError(
+                text, f"expected LAYERS:RECIPE like 0-1:mxfp8,29:bf16, got {part!r}"
+            )
+        first, last, name = match.groups()
+        layers = range(int(first), int(last or first) + 1)
+        if not layers:
+            raise LayerRecipesError(text, f"expected a range that rises, got {part!r}")
+        if twice := sorted(found.keys() & set(layers)):
+            raise LayerRecipesError(text, f"expected every layer once, got {twice[0]} twice")
+        found |= dict.fromkeys(layers, get_recipe(name))
+    return found
 
 
 class FP4KVCacheRecipe(Enum):

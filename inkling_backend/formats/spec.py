@@ -65,6 +65,7 @@ class Format:
         k_order, v_order: order of the scale bytes in K and in V pages.
         quantize: ``(x[..., head_dim], global_scale) -> Quantized``, exact, any device.
         dequantize: ``(Quantized, global_scale) -> float32 [..., head_dim]``, exact, any device.
+        four_over_six: whether ``quantize`` scales a block to the peak, 4 or 6, that errs less.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Format:
     v_order: ScaleOrder
     quantize: QuantizeFn
     dequantize: DequantizeFn
+    four_over_six: bool = False
 
     def data_bytes(self, head_dim: int) -> int:
         """Bytes of one row's element codes."""

@@ -24,11 +24,15 @@ from inkling_backend.kernels.codec import (
     round_bf16,
     scale_offset,
 )
+from inkling_backend.kernels.encode_e2m1 import (
+    even_codes,
+    half_up_words,
+    signed_words,
+    squared_error,
+)
 
-_SIGN_BIT = tl.constexpr(-0x80000000)
 _MXFP8_FLOOR = tl.constexpr(1e-30)
 _MXFP8_FLOOR_BITS = tl.constexpr(struct.unpack("<i", struct.pack("<f", 1e-30))[0])
-_MAGIC_BITS = tl.constexpr(0x4B400000)  # of 1.5 * 2**23
 # Global scales below this would let remainders underflow: everything is raised first.
 _TINY = tl.constexpr(2.0**-40)
 _RAISE = tl.constexpr(2.0**64)
@@ -51,149 +55,6 @@ def _round_codes(value, MAN: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr
     low = (value + MAGIC).to(tl.int32, bitcast=True) - MAGIC_BITS
     code = tl.where(bits < ((128 - BIAS) << 23), low, normal)
     return tl.minimum(code, MAX)
-
-
-@triton.jit
-def _half_up_words(x, factor):
-    """E2M1 codes of ``x * factor``, magnitudes <= 6, ties away from zero.
-
-    Args:
-        x: float32 ``[U, R, C, 8]``.
-        factor: float32 powers of two, of x's shape.
-
-    Returns:
-        int32 ``[U, R, C]``, eight codes each, the first lowest.
-    """
-    if INTERPRETED:  # has no directed rounding
-        value = tl.abs(x) * factor
-        normal = ((value.to(tl.int32, bitcast=True) + (1 << 21)) >> 22) - 252
-        low = tl.where(value >= 0.75, 2, tl.where(value >= 0.25, 1, 0))
-        code = tl.where(value < 1.0, low, tl.minimum(normal, 7))
-        nibble = (code << 28) | tl.where(x < 0, _SIGN_BIT, 0)
-    else:
-        # Times 2**-126, bits 24..22 of a float32 are the code, subnormals included. Rounding to
-        # zero passes no bound. Adding zero leaves -0.0 without a sign.
-        nibble = tl.inline_asm_elementwise(
-            """{
-            .reg .f32 value; .reg .b32 bits, code;
-            fma.rz.f32 value, $1, $2, 0f00000000; mul.rz.f32 value, value, 0f00800000;
-            mov.b32 bits, value; mad.lo.s32 code, bits, 64, 0x08000000;
-            lop3.b32 $0, code, bits, 0x80000000, 0xd8;
-            }""",
-            "=r,r,r",
-            [x, factor],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-    n0, n1, n2, n3, n4, n5, n6, n7 = _neighbours(nibble)
-    word = _shift_in(_shift_in(_shift_in(n7.to(tl.uint32, bitcast=True) >> 28, n6), n5), n4)
-    word = _shift_in(_shift_in(_shift_in(_shift_in(word, n3), n2), n1), n0)
-    return word.to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def _shift_in(word, nibble):
-    """``word`` moved up by four bits, and bits 31..28 of ``nibble`` below: one funnel shift."""
-    return (word << 4) | (nibble.to(tl.uint32, bitcast=True) >> 28)
-
-
-@triton.jit
-def _neighbours(x):
-    """``[U, R, C, 8]`` to the eight ``[U, R, C]`` along the last axis."""
-    U: tl.constexpr = x.shape[0]
-    R: tl.constexpr = x.shape[1]
-    C: tl.constexpr = x.shape[2]
-    even, odd = tl.split(tl.reshape(x, (U, R, C, 2, 2, 2)))
-    x04, x26 = tl.split(even)
-    x15, x37 = tl.split(odd)
-    x0, x4 = tl.split(x04)
-    x1, x5 = tl.split(x15)
-    x2, x6 = tl.split(x26)
-    x3, x7 = tl.split(x37)
-    return x0, x1, x2, x3, x4, x5, x6, x7
-
-
-@triton.jit
-def _sign_bit(bits, to):
-    return ((bits >> 31) & 1) << to
-
-
-@triton.jit
-def _signed_words(value, code):
-    """Words of eight codes 0..7 each, the first lowest, with the signs of ``value``.
-
-    Args:
-        value: float32 ``[U, R, C, 8]``.
-        code: int32 like value, plus _MAGIC_BITS.
-
-    Returns:
-        int32 ``[U, R, C]``.
-    """
-    v0, v1, v2, v3, v4, v5, v6, v7 = _neighbours(value.to(tl.int32, bitcast=True))
-    c0, c1, c2, c3, c4, c5, c6, c7 = _neighbours(code)
-    low = ((c3 * 16 + c2) * 16 + c1) * 16 + c0
-    high = ((c7 * 16 + c6) * 16 + c5) * 16 + c4
-    word = (high << 16) + low - 0x3F400000
-    if INTERPRETED:
-        even = _sign_bit(v0, 3) | _sign_bit(v2, 11) | _sign_bit(v4, 19) | _sign_bit(v6, 27)
-        sign = even | _sign_bit(v1, 7) | _sign_bit(v3, 15) | _sign_bit(v5, 23) | _sign_bit(v7, 31)
-    else:
-        # A byte of each sign, those of even and of odd elements apart.
-        sign = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, b, c, d;
-            prmt.b32 a, $1, $3, 0x00fb; prmt.b32 b, $5, $7, 0x00fb; prmt.b32 a, a, b, 0x5410;
-            prmt.b32 c, $2, $4, 0x00fb; prmt.b32 d, $6, $8, 0x00fb; prmt.b32 c, c, d, 0x5410;
-            lop3.b32 a, a, c, 0x0f0f0f0f, 0xe4; and.b32 $0, a, 0x88888888;
-            }""",
-            "=r,r,r,r,r,r,r,r,r",
-            [v0, v1, v2, v3, v4, v5, v6, v7],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-    return word | sign
-
-
-@triton.jit
-def _inverse(x):
-    """``1 / x``, float32 to nearest even."""
-    return tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=r,r", [x], tl.float32, True, 1)
-
-
-@triton.jit
-def _even_words(x, step):
-    """E2M1 codes of ``x / step``, ties to even, saturating.
-
-    Codes rise by one per 0.5 up to 2, per 1 up to 4, per 2 up to 6: the least of three lines, each
-    rounded by the addition of a number whose last bit is worth 1. All products are exact.
-
-    Args:
-        x: float32 ``[U, R, C, 8]``.
-        step: float32 ``[U, R]``, positive, 2**-64 to 2**126 unless interpreted.
-
-    Returns:
-        int32 ``[U, R, C]``, eight codes each, the first lowest.
-    """
-    # Adding zero leaves -0.0 without a sign.
-    if INTERPRETED:  # has no fused multiply-add
-        signed = x + 0.0
-        value = tl.div_rn(x, tl.broadcast_to(step[:, :, None, None], x.shape))
-    else:
-        # One division a block; its elements' quotients are corrected by their exact remainder.
-        inverse = tl.broadcast_to(_inverse(step)[:, :, None, None], x.shape)
-        minus_step = tl.broadcast_to(-step[:, :, None, None], x.shape)
-        signed = tl.fma(x, inverse, 0.0)
-        value = tl.fma(tl.fma(signed, minus_step, x), inverse, signed)
-    value = tl.abs(value)
-    MAGIC: tl.constexpr = 12582912.0  # 1.5 * 2**23
-    # As integers, which order alike; NaN, from infinite quotients, is the greatest.
-    line0 = tl.fma(value, 2.0, MAGIC).to(tl.int32, bitcast=True)
-    line1 = (value + (MAGIC + 2)).to(tl.int32, bitcast=True)
-    line2 = tl.fma(value, 0.5, MAGIC + 4).to(tl.int32, bitcast=True)
-    code = tl.minimum(tl.minimum(tl.minimum(line0, line1), line2), _MAGIC_BITS + 7)
-    return _signed_words(signed, code)
 
 
 @triton.jit
@@ -284,6 +145,55 @@ def _mxfp8_codes(x, HARDWARE: tl.constexpr):
 
 
 @triton.jit
+def _nvfp4_scale(amax, peak, global_scale, HARDWARE: tl.constexpr):
+    """Scale bytes int32 ``[U, R]`` for bits of maxima, their float32 values, and the steps."""
+    ratio = tl.div_rn(amax.to(tl.float32, bitcast=True), peak * global_scale)
+    byte, value = _nearest_e4m3(ratio, HARDWARE)
+    return byte, value, value * global_scale
+
+
+@triton.jit
+def _nvfp4_words(x, amax, whole, global_scale, FOUR: tl.constexpr, HARDWARE: tl.constexpr):
+    """Codes int32 ``[U, R, C]``, eight a word, and scale bytes int32 ``[U, R]``.
+
+    Args:
+        x: as in `encode`.
+        amax, whole: of `_largest`, and whether that is finite.
+        FOUR: whether a block's maximum becomes 4 where that errs less.
+    """
+    byte, scale, exact_step = _nvfp4_scale(amax, 6.0, global_scale, HARDWARE)
+    live = whole & (byte > 0)
+    step = tl.where(live, exact_step, 1.0)
+    if FOUR:
+        byte4, scale4, exact_step4 = _nvfp4_scale(amax, 4.0, global_scale, HARDWARE)
+        live4 = whole & (byte4 > 0)
+        step4 = tl.where(live4, exact_step4, 1.0)
+    else:
+        step4 = step
+    if not INTERPRETED:
+        # Where steps are tiny, raise all, or remainders would underflow. A step of 0.0 must
+        # send all but zeros to the largest code.
+        while global_scale < _TINY:
+            global_scale *= _RAISE
+            x *= _RAISE
+            step = tl.maximum(step * _RAISE, _LEAST_STEP)
+            if FOUR:
+                step4 = tl.maximum(step4 * _RAISE, _LEAST_STEP)
+    signed, value, code = even_codes(x, step)
+    if FOUR:
+        _, value4, code4 = even_codes(x, step4)
+        less = squared_error(value4, code4) * (scale4 * scale4) < squared_error(value, code) * (
+            scale * scale
+        )
+        four = live4 & (exact_step4 > 0) & ((exact_step == 0) | less)
+        byte = tl.where(four, byte4, byte)
+        live = tl.where(four, live4, live)
+        code = tl.where(tl.broadcast_to(four[:, :, None, None], code.shape), code4, code)
+    word = tl.where(live[:, :, None], signed_words(signed, code), 0)
+    return word, tl.where(whole, byte, E4M3_NAN)
+
+
+@triton.jit
 def encode(x, global_scale, SIDE: tl.constexpr, HARDWARE: tl.constexpr):
     """Codes and scale bytes of a tile of rows.
 
@@ -315,24 +225,13 @@ def encode(x, global_scale, SIDE: tl.constexpr, HARDWARE: tl.constexpr):
             # e + 127 with e the smallest integer such that amax <= 1.5 * 2**2 * 2**e.
             byte = tl.maximum(((amax + 0x3FFFFF) >> 23) - 2, 94)
             factor = _power_of_two(254 - byte)[:, :, None, None]
-            word = _half_up_words(x, tl.broadcast_to(factor, x.shape))
+            word = half_up_words(x, tl.broadcast_to(factor, x.shape))
+            word = tl.where(whole[:, :, None], word, 0)
             byte = tl.where(whole, byte, E8M0_NAN)
-            live = whole
         else:
-            ratio = tl.div_rn(amax.to(tl.float32, bitcast=True), 6.0 * global_scale)
-            byte, value = _nearest_e4m3(ratio, HARDWARE)
-            live = whole & (byte > 0)
-            step = tl.where(live, value * global_scale, 1.0)
-            if not INTERPRETED:
-                # Where steps are tiny, raise all, or remainders would underflow. A step of 0.0 must
-                # send all but zeros to the largest code.
-                while global_scale < _TINY:
-                    global_scale *= _RAISE
-                    x *= _RAISE
-                    step = tl.maximum(step * _RAISE, _LEAST_STEP)
-            word = _even_words(x, step)
-            byte = tl.where(whole, byte, E4M3_NAN)
-        return tl.where(live[:, :, None], word, 0), byte.to(tl.uint8)
+            FOUR: tl.constexpr = SIDE.four_over_six
+            word, byte = _nvfp4_words(x, amax, whole, global_scale, FOUR, HARDWARE)
+        return word, byte.to(tl.uint8)
 
 
 @triton.jit

@@ -22,6 +22,7 @@ class Side(NamedTuple):
     heads:    KV heads.
     page:     tokens of a page.
     s_lo, s_hi, s_blk: `SideLayout.scale_strides`.
+    four_over_six: `Format.four_over_six`; only the store cares.
     """
 
     fmt: str
@@ -33,6 +34,7 @@ class Side(NamedTuple):
     s_lo: int
     s_hi: int
     s_blk: int
+    four_over_six: bool = False
 
     @classmethod
     def of(cls, layout: CacheLayout, side: SideLayout) -> Side:
@@ -47,4 +49,5 @@ class Side(NamedTuple):
             layout.num_kv_heads,
             layout.page_size,
             *side.scale_strides,
+            number_format.four_over_six,
         )

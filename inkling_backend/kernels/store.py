@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from inkling_backend.errors import InvalidTensorError
-from inkling_backend.formats import FORMATS, get_format
+from inkling_backend.formats import RECIPES, get_format
 from inkling_backend.formats.layout import CacheLayout, LayerCache
 from inkling_backend.formats.query import Query
 from inkling_backend.kernels.arch import (
@@ -203,6 +203,7 @@ def _constants(
         s_lo=0,
         s_hi=0,
         s_blk=1,
+        four_over_six=False,
     )
     return {
         "K": k,
@@ -327,8 +328,9 @@ def _query_buffers(q: torch.Tensor, q_out: Query | None, quantize: bool) -> Quer
 
 
 def compile_cases() -> list[CompileCase]:
-    """Every recipe and a mixed pair: few tokens at a padded head dim, many at the largest."""
-    pairs = [(name, name) for name in FORMATS] + [("mxfp8", "nvfp4")]
+    """Every recipe, NVFP4 by both rules: few tokens at a padded head dim, many at the largest."""
+    recipes = [*RECIPES.values()]
+    recipes += [recipe.with_four_over_six() for recipe in recipes if recipe.has_nvfp4]
     shapes = (
         (96, True, MIN_CAPABILITY),
         (256, False, MIN_CAPABILITY),
@@ -336,15 +338,15 @@ def compile_cases() -> list[CompileCase]:
     )
     return [
         _compile_case(
-            CacheLayout(get_format(k), get_format(v), 8, head_dim, head_dim),
+            CacheLayout(recipe.k, recipe.v, 8, head_dim, head_dim),
             few,
             oldest,
             transforms,
         )
-        for k, v in pairs
+        for recipe in recipes
         for head_dim, few, oldest in shapes
         for transforms in (False, True)
-        if not transforms or k not in ("kvfp4", "bf16")
+        if not transforms or recipe.k.name not in ("kvfp4", "bf16")
     ]
 
 
@@ -373,6 +375,8 @@ def _compile_case(
             options[name] = None
     tokens = "few" if few_tokens else "many"
     transformed = "-transformed" if transforms else ""
+    if layout.v.format.four_over_six:
+        transformed += "-fouroversix"
     return CompileCase(
         name=f"store-{names[0]}-{names[1]}-d{layout.k_head_dim}-{tokens}{transformed}",
         kernel=store_kernel,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,8 +21,8 @@ GOALS = (
 OFFSET_GOAL = 1.5
 
 
-def page(model: dict[str, Any], made: dict[str, Any]) -> str:
-    """README.md of results on a model and on made data."""
+def page(model: dict[str, Any], made: dict[str, Any], layers: dict[str, Any]) -> str:
+    """README.md of results on a model, on made data, and on the model with one layer in NVFP4."""
     rows = {row["setting"]: row for row in model["rows"]}
     kinds: dict[str, dict[str, Row]] = {}
     for row in made["rows"]:
@@ -47,8 +48,13 @@ def page(model: dict[str, Any], made: dict[str, Any]) -> str:
         "![Error of the attention output per layer and head](attention-error.svg)",
         "Settings are a base and transforms. `mxfp8` has queries in MXFP8 too "
         "(`--inkling-query-dtype mxfp8`), no other base has. "
-        "`+center` and `+rotate` are served (`--inkling-key-transform`), the others simulated.",
-        "\n".join(f"- `+{name}`: {what}" for name, what in TRANSFORMS.items()),
+        "`+center` and `+rotate` (`--inkling-key-transform`) and `+fouroversix` "
+        "(`--inkling-nvfp4-scale`) and `+layers` (`--inkling-layer-recipes`) are served, `+sinks` "
+        "is simulated. KL of 4-bit settings moves by up to a tenth between runs that differ in a "
+        "few ties of rounding: smaller differences between them say nothing.",
+        "\n".join(f"- `+{name}`: {what}" for name, what in TRANSFORMS.items())
+        + "\n- `+layers(...)`: single layers in another recipe",
+        _costliest(layers["rows"]),
         "## Goals",
         "KL of the best setting of a base, over the KL of the setting compared with.",
         _goals(rows),
@@ -88,10 +94,23 @@ def _model_table(rows: dict[str, Row]) -> str:
     )
 
 
+def _costliest(rows: list[Row]) -> str:
+    """Which layers cost most; row N is of layer N."""
+    costs = [row["kl"] for row in rows]
+    first = sorted(range(len(costs)), key=lambda layer: -costs[layer])[:4]
+    named = ", ".join(f"layer {layer} {costs[layer]:.4f}" for layer in first)
+    return (
+        "What a layer costs, in NVFP4 alone (`bf16+layers(N:nvfp4)`, KL over the first sequence "
+        f"that counts): {named}; the median {statistics.median(costs):.4f}."
+    )
+
+
 def _goals(rows: dict[str, Row]) -> str:
     lines = []
     for base, against, goal, stretch in GOALS:
-        mine = [row for name, row in rows.items() if name.split("+")[0].startswith(base)]
+        # Layers with more bits are no way to a base's goal at its bits.
+        names = [name for name in rows if name.startswith(base) and "layers(" not in name]
+        mine = [rows[name] for name in names]
         best = min(mine, key=lambda row: row["kl"])
         ratio = best["kl"] / rows[against]["kl"]
         met = "met" if ratio <= goal else "missed"

@@ -47,6 +47,7 @@ def parse_setting(text: str) -> Setting:
 @contextmanager
 def using(setting: Setting) -> Iterator[None]:
     """Every `decode_fast` is launched with a setting, whatever the model."""
+
     def choose(*model: object) -> configs.KernelConfig | None:
         found = configs.fast_decode_config(*model)  # type: ignore[arg-type]
         if found is None:

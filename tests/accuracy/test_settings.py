@@ -14,7 +14,7 @@ from inkling_backend.accuracy.settings import (
     QUICK_SETTINGS,
     parse,
 )
-from inkling_backend.errors import UnknownNameError
+from inkling_backend.errors import LayerRecipesError, UnknownNameError
 from inkling_backend.formats import RECIPES
 from inkling_backend.formats.nvfp4 import NVFP4, NVFP4_FOUR_OVER_SIX
 
@@ -44,7 +44,7 @@ def test_every_recipe_is_a_setting(recipe: str) -> None:
     ],
 )
 def test_bits(name: str, bits: float) -> None:
-    assert parse(name).bits == bits
+    assert parse(name).bits(30) == bits
 
 
 def test_transforms() -> None:
@@ -61,7 +61,23 @@ def test_transforms() -> None:
     assert (mixed.name, mixed.recipe.v) == ("k_mxfp8_v_nvfp4+fouroversix", NVFP4_FOUR_OVER_SIX)
 
 
-@pytest.mark.parametrize("name", ["mxfp9", "nvfp4+turn", "nvfp4+", ""])
+def test_layers_with_recipes_of_their_own() -> None:
+    setting = parse("nvfp4+rotate+layers(0-1:mxfp8,29:mxfp8-nvfp4)+fouroversix")
+    assert setting.name == "nvfp4+rotate+layers(0-1:mxfp8,29:mxfp8-nvfp4)+fouroversix"
+    assert setting.rotates
+    names = [setting.recipe_of(layer).name for layer in (0, 1, 2, 29)]
+    assert names == ["mxfp8", "mxfp8", "nvfp4", "mxfp8-nvfp4"]
+    assert setting.recipe_of(29).v is setting.recipe_of(2).k is NVFP4_FOUR_OVER_SIX
+    assert setting.bits(30) == (27 * 4.5 + 2 * 8.25 + 6.375) / 30
+    with pytest.raises(AccuracyError, match="layer 29 is named, but the model has layers 0 to 28"):
+        setting.bits(29)
+    assert parse("mxfp8+layers(3:mxfp8-nvfp4)").recipe_of(3).quantize_query
+    assert not parse("mxfp8_q_bf16+layers(3:mxfp8)").recipe_of(3).quantize_query
+    with pytest.raises(LayerRecipesError, match="LAYERS:RECIPE"):
+        parse("nvfp4+layers()")
+
+
+@pytest.mark.parametrize("name", ["mxfp9", "nvfp4+turn", "nvfp4+layers", "nvfp4+", ""])
 def test_unknown_parts(name: str) -> None:
     with pytest.raises(UnknownNameError, match="known: "):
         parse(name)

@@ -54,6 +54,15 @@ def test_transforms_go_before_the_format() -> None:
     assert torch.equal(again, transform.key(k + 9).bfloat16().float())
 
 
+def test_a_layer_is_read_in_its_own_recipe() -> None:
+    q, k, v = qkv()
+    mixed = CacheSimulation(parse("nvfp4+layers(1:mxfp8-nvfp4)"))
+    for layer, name in ((0, "nvfp4"), (1, "mxfp8-nvfp4")):
+        got = mixed.read_back(layer, q, k, v)
+        want = CacheSimulation(parse(name)).read_back(layer, q, k, v)
+        assert all(map(torch.equal, got, want))
+
+
 def test_sinks_are_exact() -> None:
     q, k, v = qkv()
     _, seen_k, seen_v = CacheSimulation(parse("nvfp4+sinks")).read_back(0, q, k, v)

@@ -63,7 +63,7 @@ def second_pool(world: World, oldest_seen: list[int], *, page_0_is_nan: bool = T
             here = slots[start : start + page]
             there = free.pop() * page + torch.arange(len(here), device=world.device)
             slot_map[here] = there
-            to, where = moved._indices(there), moved._indices(here)
+            to, where = (moved._indices(world.layout, slots) for slots in (there, here))
             for tensor, i, source, j in zip(
                 moved._flat(cache), to, moved._flat(first), where, strict=True
             ):

@@ -104,6 +104,16 @@ def test_keys_under_a_transform() -> None:
     assert case.bytes(rotated) - case.bytes(plain) == 8192 * 32 * 128 * 4, "Q is read and written"
 
 
+def test_blocks_scaled_to_four_or_six() -> None:
+    recipe, transforms = cases.parse_recipe("mxfp8-nvfp4+fouroversix")
+    assert (recipe.k.four_over_six, recipe.v.four_over_six) == (False, True)
+    assert transforms == {"fouroversix"}
+    with pytest.raises(cases.CaseError, match="rule of NVFP4"):
+        cases.parse_recipe("kvfp4+fouroversix")
+    case = make_case(cases.STORE, "8k", HEADS)
+    assert case.bytes(recipe) == case.bytes(get_recipe("mxfp8-nvfp4"))
+
+
 def test_bytes_of_store() -> None:
     case = make_case(cases.STORE, "8k", HEADS)
     assert case.bytes(get_recipe("bf16")) == 8192 * (4096 + 8 + 4096)

@@ -7,7 +7,7 @@ import torch
 
 from inkling_backend.cache import KVCachePool
 from inkling_backend.errors import InvalidTensorError
-from inkling_backend.formats import get_format
+from inkling_backend.formats import get_format, get_recipe
 from inkling_backend.formats.layout import CacheLayout
 from inkling_backend.reference.gather import gather
 
@@ -212,3 +212,45 @@ def test_wrong_copies_are_refused() -> None:
         pool.import_slots(torch.tensor([1]), saved)
     with pytest.raises(InvalidTensorError, match="rows"):
         pool.import_slots(torch.tensor([1, 2]), saved[:2])
+
+
+def mixed_pool(*names: str, pages: int = 4) -> KVCachePool:
+    """A layer for each recipe."""
+    recipes = [get_recipe(name) for name in names]
+    layout = CacheLayout(recipes[0].k, recipes[0].v, 2, 64, 96, 64)
+    others = {i: layout.with_recipe(recipe) for i, recipe in enumerate(recipes)}
+    return KVCachePool(layout, len(names), pages, "cpu", others=others)
+
+
+def test_layers_have_layouts_of_their_own() -> None:
+    names = ("nvfp4", "mxfp8", "bf16", "mxfp8-nvfp4")
+    pool = mixed_pool(*names)
+    each = [make_pool(r.k.name, r.v.name).layout for r in map(get_recipe, names)]
+    assert pool.layouts == tuple(each)
+    assert pool.bytes_per_token == sum(layout.bytes_per_token for layout in each)
+    # Of both sides every layer has an entry, whatever its format.
+    assert pool.nbytes == pool.bytes_per_token * pool.num_slots + 2 * 4 * 4
+    assert [pool.layer(i).k_global is None for i in range(4)] == [False, True, True, True]
+    assert [pool.layer(i).v_global is None for i in range(4)] == [False, True, True, False]
+
+    fill(pool)
+    src, dst = [1, 64 + 3, 127], [130, 5, 200]
+    wanted = rows(pool, src)
+    exported = pool.export_slots(torch.tensor(src))
+    pool.copy_slots(torch.tensor(dst), torch.tensor(src))
+    assert all(torch.equal(a, b) for a, b in zip(rows(pool, dst), wanted, strict=True))
+    target = mixed_pool(*names)
+    target.import_slots(torch.tensor(dst), exported)
+    assert all(torch.equal(a, b) for a, b in zip(rows(target, dst), wanted, strict=True))
+    target = mixed_pool(*names, pages=6)
+    target.copy_pages([4, 5], pool, [0, 1])
+    there = rows(target, [4 * 64 + slot for slot in src])
+    assert all(torch.equal(a, b) for a, b in zip(there, wanted, strict=True))
+    parts = [buffer.name for buffer in pool.transfers()]
+    assert len(parts) == 2 * (4 + 3)
+    assert all(".k_" in name for name in parts[:7])
+
+
+def test_pages_go_to_layers_of_the_same_layouts_alone() -> None:
+    with pytest.raises(InvalidTensorError, match="source"):
+        mixed_pool("nvfp4", "mxfp8").copy_pages([1], mixed_pool("nvfp4", "nvfp4"), [1])

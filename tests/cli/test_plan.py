@@ -256,3 +256,38 @@ def test_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     status, _, errors = run("--model", str(write(tmp_path)), "--gpu", "H100")
     assert status == 1
     assert "plan needs transformers: pip install 'inkling-backend[bench]'" in errors
+
+
+def test_layers_with_recipes_of_their_own(tmp_path: Path) -> None:
+    arguments = ("--model", str(write(tmp_path)), "--gpu", "h200", "--json")
+    plain = {row["recipe"]: row for row in json.loads(run(*arguments)[1])["recipes"]}
+    chosen = ("--layer-recipes", "0-1:mxfp8,31:bf16")
+    status, output, _ = run(*arguments, *chosen)
+    assert status == 0
+    rows = {row["recipe"]: row for row in json.loads(output)["recipes"]}
+    assert [rows[name] for name in ("bf16", "fp8")] == [plain[name] for name in ("bf16", "fp8")]
+    assert rows["nvfp4"]["bytes_per_token"] == 29 * 1152 + 2 * 2112 + 4096
+    assert rows["nvfp4"]["bits_per_element"] == (29 * 4.5 + 2 * 8.25 + 16) / 32
+    assert rows["nvfp4"]["tokens"] < plain["nvfp4"]["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("32:mxfp8", "names layer 32, but the model has layers 0 to 31"),
+        ("0:mxfp9", "unknown recipe 'mxfp9'"),
+        ("first:mxfp8", "expected LAYERS:RECIPE"),
+    ],
+)
+def test_wrong_recipes_of_single_layers(text: str, words: str, tmp_path: Path) -> None:
+    status, _, errors = run(
+        "--model", str(write(tmp_path)), "--gpu", "h200", "--layer-recipes", text, columns=300
+    )
+    assert status != 0
+    assert words in errors
+
+
+def test_recipes_of_single_layers_need_one_pool(tmp_path: Path) -> None:
+    shape = read_model(write_config(tmp_path, PUBLISHED["GPT-OSS 20B"][0]))
+    with pytest.raises(PlanError, match="a pool for layers with a window"):
+        plan(shape, memory_bytes=80 * 2**30, layer_recipes={0: RECIPES["mxfp8"]}, weight_bytes=1)

@@ -12,7 +12,7 @@ import pytest
 
 from inkling_backend.engines.sglang import flags as module
 from inkling_backend.engines.sglang.flags import Flags, construct, flags_of, take
-from inkling_backend.errors import UnknownNameError
+from inkling_backend.errors import LayerRecipesError, UnknownNameError
 from inkling_backend.formats import RECIPES, FP4KVCacheRecipe
 
 
@@ -58,6 +58,7 @@ def test_recipe_becomes_the_engines_dtype(given: dict[str, Any], dtype: str | No
         ("fp4_kv_cache_recipe", ("nvfp4", "kvfp4", "mxfp8-nvfp4")),
         ("inkling_query_dtype", ("auto", "mxfp8", "bf16")),
         ("inkling_key_transform", ("none", "rotate", "center", "center+rotate")),
+        ("inkling_nvfp4_scale", ("max", "fouroversix")),
     ],
 )
 def test_unknown_names_are_refused_with_the_known_ones(field: str, names: tuple[str, ...]) -> None:
@@ -71,8 +72,10 @@ def test_command_line() -> None:
     module.add_cli_args(parser)
     assert take(vars(parser.parse_args([]))) == Flags()
     args = ["--fp4-kv-cache-recipe", "kvfp4", "--inkling-query-dtype", "bf16"]
-    args += ["--inkling-key-transform", "center+rotate"]
-    assert take(vars(parser.parse_args(args))) == Flags("kvfp4", "bf16", "center+rotate")
+    args += ["--inkling-key-transform", "center+rotate", "--inkling-nvfp4-scale", "fouroversix"]
+    args += ["--inkling-layer-recipes", "0-1:mxfp8"]
+    given = Flags("kvfp4", "bf16", "center+rotate", "fouroversix", "0-1:mxfp8")
+    assert take(vars(parser.parse_args(args))) == given
     with pytest.raises(SystemExit):
         parser.parse_args(["--fp4-kv-cache-recipe", "mx9"])
 
@@ -105,6 +108,17 @@ def test_key_transform() -> None:
         "center": (True, False),
         "center+rotate": (True, True),
     }
+
+
+def test_recipes_of_single_layers() -> None:
+    assert Flags().layer_recipes() == {}
+    flags = Flags(inkling_layer_recipes="0:mxfp8,2:nvfp4", inkling_nvfp4_scale="fouroversix")
+    found = flags.layer_recipes()
+    assert list(found) == [0, 2]
+    assert found[0] == RECIPES["mxfp8"]
+    assert found[2].k.four_over_six
+    with pytest.raises(LayerRecipesError, match="LAYERS:RECIPE"):
+        take({"inkling_layer_recipes": "first:mxfp8"})
 
 
 def test_flags_travel_on_the_record() -> None:

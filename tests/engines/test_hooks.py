@@ -10,16 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from inkling_backend.attention import (
-    flashinfer_extend,
-    triton_path,  # noqa: F401 - first imported while `arch` is patched, kernels would keep that
-)
+# First imported while `arch` is patched, kernels would keep that.
+from inkling_backend.attention import flashinfer_extend, triton_path
 from inkling_backend.engines.sglang import patches, sizing, versions
 from inkling_backend.engines.sglang.flags import Flags, construct, flags_of
 from inkling_backend.errors import UnsupportedError
 from inkling_backend.formats import get_recipe
 from inkling_backend.formats.layout import CacheLayout
 from inkling_backend.kernels import arch
+from inkling_backend.kernels.configs import split_rule
 
 
 class Args(SimpleNamespace):
@@ -217,6 +216,38 @@ def test_workspace_is_kept_out_of_the_pool(monkeypatch: pytest.MonkeyPatch) -> N
     assert sizing.workspace_bytes(kvc, layout) == 0
 
 
+def test_workspace_of_layers_with_recipes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "active_attention_tp_size", lambda: 1)
+    monkeypatch.setattr(arch, "capability_of", lambda device: (8, 0))
+    monkeypatch.setenv("INKLING_EXTEND", "triton")
+    recipe = get_recipe("nvfp4")
+    layout = CacheLayout(recipe.k, recipe.v, 2, 64, 64)
+    kvc = SimpleNamespace(
+        device="cuda",
+        model_config=SimpleNamespace(num_attention_heads=4, context_len=4096),
+        model_dtype=torch.bfloat16,
+        is_hybrid_swa=False,
+    )
+
+    def reserved(**flags: Any) -> int:
+        requests = SimpleNamespace(max_running_requests=8)
+        served = construct(Flags(**flags), lambda: requests)
+        monkeypatch.setattr(versions, "active_server_args", lambda: served)
+        return sizing.workspace_bytes(kvc, layout)
+
+    plain = reserved()
+    # The exact kernel, which all recipes have on SM80, splits them alike: nothing is there twice.
+    assert reserved(inkling_layer_recipes="0:mxfp8,1:bf16") == plain
+
+    def own_rule(heads: int, layout: CacheLayout, *rest: int) -> Any:
+        rule = split_rule(heads, layout, *rest)
+        return rule._replace(most_items=rule.most_items + layout.k_format.element_bits)
+
+    monkeypatch.setattr(triton_path, "split_rule", own_rule)
+    own = reserved(inkling_layer_recipes="0:mxfp8,1:bf16,2:bf16") - reserved()
+    assert plain < own < 3 * plain
+
+
 class HybridSizer:
     """The engine's sizing of two pools, as in 0.5.23; 0.5.17 has no method for its last step."""
 
@@ -262,6 +293,13 @@ def test_sizes_of_each_pool(
     kvc = SimpleNamespace(kv_cache_dtype_str=dtype, model_config=None, page_size=128)
     cell = sizing.cell_size(lambda *_: 1000, SimpleNamespace(), kvc, 4)
     assert cell == (4 * 132 if own else 1000)
+    # The second of two ranks: layers 4 to 7.
+    kvc.layer_info = SimpleNamespace(start_layer=4, end_layer=8)
+    mixed = construct(Flags(inkling_layer_recipes="3:mxfp8,5:nvfp4,7:bf16"), SimpleNamespace)
+    monkeypatch.setattr(versions, "active_server_args", lambda: mixed)
+    cell = sizing.cell_size(lambda *_: 1000, SimpleNamespace(), kvc, 4)
+    assert cell == (2 * 132 + 72 + 256 if own else 1000)
+    monkeypatch.setattr(versions, "active_server_args", lambda: served)
     assert sizing.without_workspace(1000, kvc, 3.0) == (993 if ours else 1000)
     assert sizing.without_workspace(3, kvc, 3.0) == (0 if ours else 3)
     served = construct(Flags(inkling_key_transform="center"), SimpleNamespace)

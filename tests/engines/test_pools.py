@@ -47,6 +47,10 @@ class Ours(Plain):
     dtype = torch.uint8
     layout = CacheLayout(MXFP8.k, MXFP8.v, 2, 64, 64, 64)
 
+    @property
+    def layouts(self) -> tuple[CacheLayout, ...]:
+        return (self.layout,) * self.layer_num
+
     def layer(self, layer_id: int) -> str:
         return f"layer {layer_id} of {self.layer_num}"
 

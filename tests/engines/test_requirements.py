@@ -276,6 +276,53 @@ def test_a_bf16_cache_gains_nothing_from_a_transform() -> None:
     assert "--inkling-key-transform rotate needs --attention-backend inkling" in reason
 
 
+@pytest.mark.parametrize("dtype", ["mxfp8", "mxfp8-nvfp4", "nvfp4", "fp4_mx_block16", "bf16"])
+def test_four_over_six_needs_nvfp4(dtype: str) -> None:
+    flags = Flags(inkling_nvfp4_scale="fouroversix")
+    found = reasons(arguments(kv_cache_dtype=dtype), flags)
+    if "nvfp4" in dtype:
+        assert found == []
+    else:
+        (reason,) = found
+        assert "--inkling-nvfp4-scale fouroversix" in reason
+        assert f"--kv-cache-dtype is {dtype}" in reason
+    (reason,) = flag_reasons(flags, ("triton", "triton"), "auto")
+    assert "--inkling-nvfp4-scale fouroversix needs --attention-backend inkling" in reason
+
+
+def test_layers_with_recipes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvfp4 = arguments(kv_cache_dtype="nvfp4")
+    served = Flags(inkling_layer_recipes="0-1:mxfp8,31:bf16")
+    llama = model(num_hidden_layers=32)
+    assert reasons(nvfp4, served, config=llama) == []
+    (reason,) = reasons(nvfp4, served, config=model(num_hidden_layers=31))
+    assert "names layer 31, but the model has layers 0 to 30" in reason
+    (reason,) = reasons(arguments(kv_cache_dtype="bf16"), served, config=llama)
+    assert "take a recipe of fewer bits" in reason
+    quantized = Flags(inkling_layer_recipes="31:nvfp4", inkling_query_dtype="mxfp8")
+    (reason,) = reasons(arguments(), quantized, config=llama)
+    assert "K in MXFP8 in every layer" in reason
+    windows = model(num_hidden_layers=32, is_hybrid_swa=True)
+    (reason,) = reasons(nvfp4, served, config=windows)
+    assert "set --disable-hybrid-swa-memory" in reason
+    one_pool = arguments(kv_cache_dtype="nvfp4", disable_hybrid_swa_memory=True)
+    assert reasons(one_pool, served, config=windows) == []
+    drafts = arguments(kv_cache_dtype="nvfp4", speculative_algorithm="EAGLE")
+    assert any("with a draft model" in reason for reason in reasons(drafts, served, config=llama))
+    narrow = model(num_hidden_layers=32, head_dim=80, v_head_dim=80)
+    (reason,) = reasons(nvfp4, served, config=narrow)
+    assert "head_dim 80 does not fit mxfp8" in reason
+    (reason,) = flag_reasons(served, ("triton", "triton"), "auto")
+    assert "--inkling-layer-recipes 0-1:mxfp8,31:bf16 needs --attention-backend" in reason
+    monkeypatch.setenv("INKLING_KERNELS", "fa4")
+    assert any("reads MXFP8 alone" in reason for reason in reasons(nvfp4, served, config=llama))
+
+
+def test_four_over_six_of_single_layers() -> None:
+    flags = Flags(inkling_layer_recipes="0:nvfp4", inkling_nvfp4_scale="fouroversix")
+    assert reasons(arguments(), flags, config=model(num_hidden_layers=32)) == []
+
+
 def test_centers_need_logits_that_may_shift() -> None:
     layout = CacheLayout(get_format("mxfp8"), get_format("mxfp8"), 2, 128, 128)
     layers = [layer(), layer(logit_cap=50.0)]

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inkling_backend.errors import InvalidTensorError, UnknownNameError
+from inkling_backend.errors import InvalidTensorError, LayerRecipesError, UnknownNameError
 from inkling_backend.formats import (
     FORMATS,
     RECIPES,
@@ -19,6 +19,7 @@ from inkling_backend.formats import (
     Query,
     get_format,
     get_recipe,
+    parse_layer_recipes,
 )
 from inkling_backend.formats.nvfp4 import NVFP4_FOUR_OVER_SIX
 
@@ -327,3 +328,31 @@ def test_query_dequantizes_what_it_holds() -> None:
     assert coded.scale.shape == (3, 2, 2)
     fmt = get_format("mxfp8")
     assert torch.equal(coded.dequantize(), fmt.dequantize(fmt.quantize(q, None), None))
+
+
+def test_recipes_of_single_layers() -> None:
+    found = parse_layer_recipes("0-2:mxfp8, 29:bf16,7-7:mxfp8-nvfp4")
+    names = {layer: recipe.name for layer, recipe in found.items()}
+    assert names == {0: "mxfp8", 1: "mxfp8", 2: "mxfp8", 29: "bf16", 7: "mxfp8-nvfp4"}
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("", "expected LAYERS:RECIPE"),
+        ("0", "expected LAYERS:RECIPE"),
+        ("0:mxfp8,", "expected LAYERS:RECIPE"),
+        ("-1:mxfp8", "expected LAYERS:RECIPE"),
+        ("0-99999:mxfp8", "expected LAYERS:RECIPE"),
+        ("3-1:mxfp8", "a range that rises"),
+        ("0-4:mxfp8,4:bf16", "got 4 twice"),
+    ],
+)
+def test_unreadable_recipes_of_single_layers(text: str, what: str) -> None:
+    with pytest.raises(LayerRecipesError, match=what):
+        parse_layer_recipes(text)
+
+
+def test_unknown_recipes_of_single_layers() -> None:
+    with pytest.raises(UnknownNameError, match=r"mxfp9.*known: mxfp8"):
+        parse_layer_recipes("0:mxfp9")

@@ -13,6 +13,7 @@ import torch
 from inkling_backend.attention import LayerAttention
 from inkling_backend.formats import FORMATS, RECIPES, Query
 from inkling_backend.formats.layout import PAGE_SIZES, CacheLayout, LayerCache
+from inkling_backend.formats.nvfp4 import NVFP4, NVFP4_FOUR_OVER_SIX
 from inkling_backend.kernels.configs import SplitRule
 from inkling_backend.reference.store import store
 from tests.attention.world import World, make_world, slots_of
@@ -87,6 +88,9 @@ def draw_model(rng: random.Random, limits: Limits) -> Model:
         k, v = recipe.k, recipe.v
     else:
         k, v = rng.choice(list(FORMATS.values())), rng.choice(list(FORMATS.values()))
+    if rng.random() < 0.5:
+        # Readers do not know, and worlds are filled by the plain rule: only the store does.
+        k, v = (NVFP4_FOUR_OVER_SIX if side is NVFP4 else side for side in (k, v))
 
     def head_dim(block: int) -> int:
         usual = [n for n in (64, 128, 256) if n <= limits.head_dim]

@@ -6,18 +6,27 @@ import dataclasses
 
 import torch
 
-from inkling_backend.formats import get_format
+from inkling_backend.formats import Format, get_format
 from inkling_backend.formats.layout import CacheLayout, LayerCache, SideLayout
+from inkling_backend.formats.nvfp4 import NVFP4_FOUR_OVER_SIX
 
 POISON = 0xA5
 FORMAT_NAMES = ("mxfp8", "nvfp4", "kvfp4", "bf16")
+FOUR_OVER_SIX = "fouroversix"
+# What the store tells apart: readers see nvfp4 in the last one, too.
+STORED_NAMES = (*FORMAT_NAMES, FOUR_OVER_SIX)
+
+
+def format_of(name: str) -> Format:
+    """One of `STORED_NAMES`."""
+    return NVFP4_FOUR_OVER_SIX if name == FOUR_OVER_SIX else get_format(name)
 
 
 def make_layout(
     k: str, v: str, heads: int, dk: int, dv: int | None = None, page: int = 32
 ) -> CacheLayout:
     """A layout by names."""
-    return CacheLayout(get_format(k), get_format(v), heads, dk, dv or dk, page)
+    return CacheLayout(format_of(k), format_of(v), heads, dk, dv or dk, page)
 
 
 def make_cache(

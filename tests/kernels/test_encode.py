@@ -6,19 +6,20 @@ import pytest
 import torch
 
 from inkling_backend import reference
-from inkling_backend.formats import get_format
 from inkling_backend.kernels.store import store
 from tests.kernels.helpers import (
-    FORMAT_NAMES,
+    FOUR_OVER_SIX,
+    STORED_NAMES,
     assert_same_cache,
     clone_cache,
+    format_of,
     make_cache,
     make_layout,
 )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("name", STORED_NAMES)
 def test_every_16_bit_number(name: str, dtype: torch.dtype, device: torch.device) -> None:
     rows = torch.arange(2**16).to(torch.int32).to(torch.int16).view(dtype).view(512, 1, 128)
     cache = make_cache(make_layout(name, "bf16", 1, 128, 16, page=128), 5, device)
@@ -30,10 +31,10 @@ def test_every_16_bit_number(name: str, dtype: torch.dtype, device: torch.device
     assert_same_cache(cache, want)
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "kvfp4"])
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "kvfp4", FOUR_OVER_SIX])
 def test_every_rounding_step(name: str, device: torch.device) -> None:
     # With the block's maximum fixed, elements run over every code, every tie and its neighbours.
-    block, top = get_format(name).block, 448.0 if name == "mxfp8" else 6.0
+    block, top = format_of(name).block, 448.0 if name == "mxfp8" else 6.0
     values = representable(name)
     ties = (values[1:] + values[:-1]) / 2
     near = [ties, ties.nextafter(ties + 1), ties.nextafter(ties - 1), values]
@@ -60,8 +61,9 @@ HARD_STEPS = [
 ]
 
 
+@pytest.mark.parametrize("name", ["nvfp4", FOUR_OVER_SIX])
 @pytest.mark.parametrize("step", HARD_STEPS)
-def test_quotients_beside_ties(step: float, device: torch.device) -> None:
+def test_quotients_beside_ties(step: float, name: str, device: torch.device) -> None:
     # The scale byte of a block with this maximum is 1.0, so the step is the global scale.
     g = torch.tensor(step)
     values = representable("nvfp4")
@@ -70,22 +72,21 @@ def test_quotients_beside_ties(step: float, device: torch.device) -> None:
     points = torch.cat([points.view(torch.float32).flatten().clamp(min=0), torch.zeros(11)])
     points = points.view(4, 15) * torch.tensor([1.0, -1.0]).repeat(8)[:15]
     rows = torch.cat([(6 * g).expand(4, 1), points], dim=1).view(2, 1, 32)
-    cache = make_cache(
-        make_layout("nvfp4", "nvfp4", 1, 32), 1, device, k_global=step, v_global=step
-    )
+    cache = make_cache(make_layout(name, name, 1, 32), 1, device, k_global=step, v_global=step)
     slots = torch.tensor([1, 2])
     want = clone_cache(cache, torch.device("cpu"))
     reference.store(rows, -rows, slots, want)
     assert want.k_scale is not None
-    assert (want.k_scale == get_format("nvfp4").one_scale).sum() == 4
+    if name == "nvfp4":
+        assert (want.k_scale == format_of(name).one_scale).sum() == 4
     store(rows.to(device), -rows.to(device), slots.to(device), cache)
     assert_same_cache(cache, want)
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "kvfp4"])
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "kvfp4", FOUR_OVER_SIX])
 def test_every_step_of_the_block_scale(name: str, device: torch.device) -> None:
     # Maxima at, one below and one above the largest a scale holds, for every exponent.
-    block, top = get_format(name).block, 448.0 if name == "mxfp8" else 6.0
+    block, top = format_of(name).block, 448.0 if name == "mxfp8" else 6.0
     exact = torch.ldexp(torch.full((250,), top), torch.arange(-130, 120))
     bits = exact.view(torch.int32)[:, None] + torch.tensor([-1, 0, 1])
     maxima = bits.to(torch.int32).view(torch.float32).view(-1, 1)

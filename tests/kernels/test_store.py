@@ -23,6 +23,8 @@ from inkling_backend.kernels.store import store
 from inkling_backend.transforms import rotate
 from tests.kernels.helpers import (
     FORMAT_NAMES,
+    FOUR_OVER_SIX,
+    STORED_NAMES,
     assert_same_bits,
     assert_same_cache,
     clone_cache,
@@ -78,7 +80,7 @@ def test_head_dim_that_is_a_multiple_of_16_only(name: str, device: torch.device)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("name", STORED_NAMES)
 def test_special_values(name: str, dtype: torch.dtype, device: torch.device) -> None:
     cache = make_cache(make_layout(name, name, 3, 64), 2, device)
     k, v = (special_rows(6, 3, 64, dtype).to(device) for _ in "kv")
@@ -87,9 +89,10 @@ def test_special_values(name: str, dtype: torch.dtype, device: torch.device) -> 
     check_store(k, v, slots, cache, q=q, quantize_q=True)
 
 
-@pytest.mark.parametrize("g", [1e-6, 3.0517578125e-05, 1.0, 12345.678])
-def test_global_scales(g: float, device: torch.device) -> None:
-    cache = make_cache(make_layout("nvfp4", "nvfp4", 1, 64), 1, device, k_global=g, v_global=7 * g)
+@pytest.mark.parametrize("name", ["nvfp4", FOUR_OVER_SIX])
+@pytest.mark.parametrize("g", [1e-20, 1e-6, 3.0517578125e-05, 1.0, 12345.678, 1e20])
+def test_global_scales(g: float, name: str, device: torch.device) -> None:
+    cache = make_cache(make_layout(name, name, 1, 64), 1, device, k_global=g, v_global=7 * g)
     k, v = (special_rows(8, 1, 64, torch.float32).to(device) for _ in "kv")
     check_store(k, v, torch.arange(8, 16).to(device), cache)
 
@@ -97,7 +100,7 @@ def test_global_scales(g: float, device: torch.device) -> None:
 @given(
     bits=np_st.arrays(np.uint32, 64, elements=st.integers(0, 2**32 - 1)),
     spread=st.integers(0, 20),
-    name=st.sampled_from(FORMAT_NAMES),
+    name=st.sampled_from(STORED_NAMES),
 )
 def test_any_float32(
     bits: np.ndarray[Any, Any], spread: int, name: str, device: torch.device
@@ -186,6 +189,7 @@ def test_query_is_given_back(device: torch.device) -> None:
         ("mxfp8", "mxfp8", 64, torch.bfloat16, True),
         ("mxfp8", "nvfp4", 96, torch.float16, False),
         ("nvfp4", "nvfp4", 256, torch.bfloat16, False),
+        ("mxfp8", FOUR_OVER_SIX, 128, torch.bfloat16, False),
         ("kvfp4", "kvfp4", 80, torch.float16, False),
         ("bf16", "bf16", 32, torch.bfloat16, False),
     ],

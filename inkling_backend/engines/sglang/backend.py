@@ -7,6 +7,7 @@ from the graph's own static buffers, so that a replay does no work on the host.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,11 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 
 from inkling_backend import env
-from inkling_backend.attention import AttentionRunner, AttentionSpec, LayerAttention
+from inkling_backend.attention import (
+    AttentionSpec,
+    LayerAttention,
+    MixedRunner,
+)
 from inkling_backend.engines.sglang import metrics, versions
 from inkling_backend.engines.sglang.centers import Centers
 from inkling_backend.engines.sglang.flags import flags_of
@@ -72,13 +77,15 @@ class InklingAttnBackend(AttentionBackend):
             raise UnsupportedError("this model", reasons)
 
         rows, max_context = self.req_to_token.shape
-        self.runner = AttentionRunner(
-            AttentionSpec(
-                num_q_heads=num_q_heads,
-                layout=self.layout,
-                dtype=model_runner.dtype,
-                quantize_query=flags.quantizes_query,
-            ),
+        spec = AttentionSpec(
+            num_q_heads=num_q_heads,
+            layout=self.layout,
+            dtype=model_runner.dtype,
+            quantize_query=flags.quantizes_query,
+        )
+        self.runner = MixedRunner(
+            spec,
+            self.pools.layouts,
             max_batch=rows,
             max_context=max_context,
             max_tokens=self.pools.size.tokens,
@@ -93,7 +100,7 @@ class InklingAttnBackend(AttentionBackend):
         self._plans: tuple[Any, ...] | None = None
         self._mapped_slots: tuple[torch.Tensor, torch.Tensor] | None = None
         self.pools.set_runner(self.runner)
-        self._key_transform = flags.inkling_key_transform
+        self._flags = flags
         self._centers: Centers | None = None
         if flags.centers_keys:
             self._centers = Centers(
@@ -106,33 +113,42 @@ class InklingAttnBackend(AttentionBackend):
 
     def _facts(self) -> metrics.CacheFacts:
         spec, windows = self.runner.spec, self.pools.window_size
+        own = self._flags.inkling_layer_recipes
+        formats = {side.name for each in self.pools.layouts for side in each.formats}
         return metrics.CacheFacts(
-            recipe=self.pools.recipe.name,
+            recipe=self.pools.recipe.name + (f" with layers {own}" if own else ""),
             query="mxfp8" if spec.quantize_query else str(spec.dtype).removeprefix("torch."),
-            keys=self._key_transform,
+            keys=self._flags.inkling_key_transform,
+            nvfp4_scale=self._flags.inkling_nvfp4_scale if "nvfp4" in formats else "none",
             kernels=self.runner.kernels,
-            bytes_per_token=self.layout.bytes_per_token * self.pools.size.layers,
+            bytes_per_token=self.pools.bytes_per_token,
             pool_tokens=self.pools.size.tokens,
             window_pool_tokens=0 if windows is None else windows.tokens,
             pool_bytes=self.pools.nbytes,
             workspace_bytes=self.runner.workspace_bytes,
         )
 
+    def _sizes(self) -> str:
+        """How many layers have how many bytes of a token: ``28 layers of 216, 2 of 396``."""
+        counts = Counter(layout.bytes_per_token for layout in self.pools.layouts).most_common()
+        (size, layers), *others = counts
+        return ", ".join([f"{layers} layers of {size}", *(f"{n} of {b}" for b, n in others)])
+
     def _log_start(self, layers: list[Any], facts: metrics.CacheFacts) -> None:
         layout = self.layout
         logger.info(
-            "inkling: KV cache recipe %s, %d bytes per token (%d layers of %d), %d tokens in the "
-            "pool, %.2fx the tokens of BF16, %s on %s, queries in %s%s, workspace %.1f MiB",
+            "inkling: KV cache recipe %s, %d bytes per token (%s), %d tokens in the "
+            "pool, %.2fx the tokens of BF16, %s on %s, queries in %s%s%s, workspace %.1f MiB",
             facts.recipe,
             facts.bytes_per_token,
-            self.pools.size.layers,
-            layout.bytes_per_token,
+            self._sizes(),
             facts.pool_tokens,
-            layout.bytes_per_token_bf16 / layout.bytes_per_token,
+            layout.bytes_per_token_bf16 * self.pools.size.layers / facts.bytes_per_token,
             facts.kernels,
             self.device.type,
             facts.query,
             "" if facts.keys == "none" else f", keys under {facts.keys}",
+            ", NVFP4 scales by fouroversix" if facts.nvfp4_scale == "fouroversix" else "",
             facts.workspace_bytes / 2**20,
         )
         windows = sum(window_of(layer) is not None for layer in layers)

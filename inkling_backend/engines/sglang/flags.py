@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from inkling_backend.errors import UnknownNameError
+from inkling_backend.formats import Recipe, parse_layer_recipes
 
 BACKEND = "inkling"
 
@@ -34,6 +35,7 @@ OWN_KV_CACHE_DTYPES = ("mxfp8-nvfp4",)
 DEFAULT_KV_CACHE_DTYPE = "mxfp8"
 QUERY_DTYPES = ("auto", "mxfp8", "bf16")
 KEY_TRANSFORMS = ("none", "rotate", "center", "center+rotate")
+NVFP4_SCALES = ("max", "fouroversix")
 
 _ATTRIBUTE = "_inkling_flags"
 _pending: contextvars.ContextVar[Flags | None] = contextvars.ContextVar(
@@ -50,11 +52,17 @@ class Flags:
         inkling_query_dtype: ``mxfp8`` quantizes the queries in the launch that stores K and V,
             ``auto`` and ``bf16`` keep them in the model's dtype.
         inkling_key_transform: one of `KEY_TRANSFORMS`, what is done to K (and Q) before a format.
+        inkling_nvfp4_scale: ``max`` scales a block's maximum to 6, ``fouroversix`` to 4 or 6,
+            whichever errs less.
+        inkling_layer_recipes: recipes of single layers as `parse_layer_recipes` reads them, or
+            None.
     """
 
     fp4_kv_cache_recipe: str | None = None
     inkling_query_dtype: str = "auto"
     inkling_key_transform: str = "none"
+    inkling_nvfp4_scale: str = "max"
+    inkling_layer_recipes: str | None = None
 
     def __post_init__(self) -> None:
         if self.fp4_kv_cache_recipe is not None and self.fp4_kv_cache_recipe not in FP4_RECIPES:
@@ -67,6 +75,9 @@ class Flags:
             raise UnknownNameError(
                 "--inkling-key-transform", self.inkling_key_transform, KEY_TRANSFORMS
             )
+        if self.inkling_nvfp4_scale not in NVFP4_SCALES:
+            raise UnknownNameError("--inkling-nvfp4-scale", self.inkling_nvfp4_scale, NVFP4_SCALES)
+        self.layer_recipes()
 
     @property
     def any_set(self) -> bool:
@@ -87,6 +98,26 @@ class Flags:
     def rotates_keys(self) -> bool:
         """Whether K and Q are multiplied by the Hadamard matrix."""
         return "rotate" in self.inkling_key_transform
+
+    def layer_recipes(self) -> dict[int, Recipe]:
+        """Recipes of the layers that have one of their own, NVFP4 scaled as the flag says.
+
+        Raises:
+            LayerRecipesError, UnknownNameError: of `parse_layer_recipes`.
+        """
+        if self.inkling_layer_recipes is None:
+            return {}
+        found = parse_layer_recipes(self.inkling_layer_recipes)
+        return {layer: self.scaled(recipe) for layer, recipe in found.items()}
+
+    def scaled(self, recipe: Recipe) -> Recipe:
+        """A recipe with NVFP4's blocks scaled as the flag says."""
+        return recipe.with_four_over_six() if self.four_over_six else recipe
+
+    @property
+    def four_over_six(self) -> bool:
+        """Whether NVFP4 blocks are scaled to 4 or 6, whichever errs less."""
+        return self.inkling_nvfp4_scale == "fouroversix"
 
 
 def add_cli_args(parser: argparse.ArgumentParser) -> None:
@@ -118,6 +149,21 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         "one constant vector a layer and KV head from them, 'rotate' multiplies K and Q by a "
         "Hadamard matrix. Neither changes attention; both make its error smaller.",
     )
+    group.add_argument(
+        "--inkling-nvfp4-scale",
+        choices=NVFP4_SCALES,
+        default="max",
+        help="How NVFP4 scales its blocks: 'max' puts the largest element at 6; 'fouroversix' at "
+        "4 or 6, whichever has less squared error (Four Over Six, arXiv 2512.02010). The cache is "
+        "NVFP4 either way; for recipes with NVFP4.",
+    )
+    group.add_argument(
+        "--inkling-layer-recipes",
+        metavar="LAYERS:RECIPE,...",
+        default=None,
+        help="Recipes of single layers, where they differ from that of the cache: "
+        "'0-1:mxfp8,29:bf16' keeps layers 0 and 1 in MXFP8 and layer 29 in BF16.",
+    )
 
 
 def take(arguments: dict[str, Any]) -> Flags:
@@ -131,6 +177,8 @@ def take(arguments: dict[str, Any]) -> Flags:
         arguments.pop("fp4_kv_cache_recipe", None),
         arguments.pop("inkling_query_dtype", None) or "auto",
         arguments.pop("inkling_key_transform", None) or "none",
+        arguments.pop("inkling_nvfp4_scale", None) or "max",
+        arguments.pop("inkling_layer_recipes", None),
     )
     recipe = flags.fp4_kv_cache_recipe
     if recipe is not None and arguments.get("kv_cache_dtype") in (None, "auto"):

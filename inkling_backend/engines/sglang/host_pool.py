@@ -79,7 +79,7 @@ class InklingHostPool(HostKVCache):
         """
         layout = device_pool.layout
         assert page_size == layout.page_size, (page_size, layout.page_size)
-        self._layout = layout
+        self._layout, self._layouts = layout, device_pool.layouts
         self._gpu = torch.device(device_pool.device)
         self.layer_num = self.target_layer_num = device_pool.layer_num
         super().__init__(
@@ -99,7 +99,7 @@ class InklingHostPool(HostKVCache):
 
     def get_size_per_token(self) -> int:
         """Bytes of a token in all layers, scales included."""
-        return self._layout.bytes_per_token * self.layer_num
+        return sum(layout.bytes_per_token for layout in self._layouts)
 
     def init_kv_buffer(self) -> list[torch.Tensor]:
         """Allocate the pages; gives every tensor, which the engine unpins at its end."""
@@ -114,7 +114,10 @@ class InklingHostPool(HostKVCache):
                 allocator=self.allocator,
             )
 
-        self.pages = KVCachePool(self._layout, self.layer_num, self.page_num, "cpu", allocate)
+        self.pages = KVCachePool(
+            *(self._layout, self.layer_num, self.page_num, "cpu", allocate),
+            others=dict(enumerate(self._layouts)),
+        )
         return [buffer.tensor for buffer in self.pages.buffers()]
 
     def destroy(self) -> None:

@@ -18,6 +18,7 @@ class CacheFacts(NamedTuple):
 
     Attributes:
         recipe, query, keys, kernels: names; ``keys`` is the key transform.
+        nvfp4_scale: how NVFP4's blocks are scaled; ``none`` where there are none.
         bytes_per_token: of all its layers; without those that have a pool for windows.
         pool_tokens: tokens that the pool holds, padding not counted.
         window_pool_tokens: tokens that the pool for windows holds; 0 without one.
@@ -28,6 +29,7 @@ class CacheFacts(NamedTuple):
     recipe: str
     query: str
     keys: str
+    nvfp4_scale: str
     kernels: str
     bytes_per_token: int
     pool_tokens: int
@@ -37,6 +39,7 @@ class CacheFacts(NamedTuple):
 
 
 INFO = "inkling:kv_cache_info"
+_NAMES = ("recipe", "query", "keys", "nvfp4_scale", "kernels")
 # Gauge -> the field of `CacheFacts` that it shows, and what it says of it.
 GAUGES: dict[str, tuple[str, str]] = {
     "inkling:kv_cache_bytes_per_token": ("bytes_per_token", "Bytes of a token in all layers."),
@@ -53,10 +56,9 @@ def report(facts: CacheFacts) -> None:
     if not getattr(arguments, "enable_metrics", False):
         return
     model = {"model_name": str(getattr(arguments, "served_model_name", None))}
-    names = {name: getattr(facts, name) for name in ("recipe", "query", "keys", "kernels")}
-    _gauge(
-        INFO, "Recipe of the KV cache, dtype of Q, transform of K, kernels.", (*model, *names)
-    ).labels(**model, **names).set(1)
+    names = {name: getattr(facts, name) for name in _NAMES}
+    meaning = "Recipe of the KV cache, dtype of Q, transform of K, scales of NVFP4, kernels."
+    _gauge(INFO, meaning, (*model, *names)).labels(**model, **names).set(1)
     for name, (field, meaning) in GAUGES.items():
         _gauge(name, f"{meaning} Of one GPU.", tuple(model)).labels(**model).set(
             getattr(facts, field)

@@ -161,15 +161,21 @@ def _configure_kv_cache_dtype(original: Callable[..., Any], **kwargs: Any) -> An
 
 
 def _take_pool_class(configurator: Any, **kwargs: Any) -> Any:
-    from inkling_backend.engines.sglang.pool import InklingKVPool, layout_of, recipe_of
+    from inkling_backend.engines.sglang.pool import InklingKVPool, layouts_of, recipe_of
 
     flags = flags_of(versions.active_server_args())
     recipe = recipe_of(configurator.kv_cache_dtype_str)
     if recipe is None:
         return None
-    layout = layout_of(recipe, configurator.model_config, configurator.pool_page_size)
+    layout, others = layouts_of(
+        recipe, flags, configurator.model_config, configurator.pool_page_size
+    )
     kwargs["mha_pool_class"] = functools.partial(
-        InklingKVPool, layout=layout, centers=flags.centers_keys, rotates=flags.rotates_keys
+        InklingKVPool,
+        layout=layout,
+        others=others,
+        centers=flags.centers_keys,
+        rotates=flags.rotates_keys,
     )
     return (configurator,), kwargs
 

@@ -7,6 +7,7 @@ rows without their scales is overridden or refused.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any, NoReturn
 
@@ -17,7 +18,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, unwrap_write_loc
 from inkling_backend.attention import AttentionRunner
 from inkling_backend.cache.pool import KVCachePool, SlotRows
 from inkling_backend.engines.sglang import versions
-from inkling_backend.engines.sglang.flags import KV_CACHE_DTYPES
+from inkling_backend.engines.sglang.flags import KV_CACHE_DTYPES, Flags
 from inkling_backend.errors import UnsupportedError
 from inkling_backend.formats import Recipe, get_recipe
 from inkling_backend.formats.layout import CacheLayout, LayerCache
@@ -51,6 +52,15 @@ def layout_of(recipe: Recipe, model_config: Any, page_size: int) -> CacheLayout:
     )
 
 
+def layouts_of(
+    recipe: Recipe, flags: Flags, model_config: Any, page_size: int
+) -> tuple[CacheLayout, dict[int, CacheLayout]]:
+    """Geometry of most layers' pages, and of those, by number, that have a recipe of their own."""
+    layout = layout_of(flags.scaled(recipe), model_config, page_size)
+    own = flags.layer_recipes().items()
+    return layout, {layer: layout.with_recipe(recipe) for layer, recipe in own}
+
+
 def engine_recipe(kv_cache_dtype: str) -> Recipe:
     """The recipe behind the engine's ``--kv-cache-dtype``."""
     return get_recipe(KV_CACHE_DTYPES[kv_cache_dtype])
@@ -60,7 +70,8 @@ class InklingKVPool(MHATokenToKVPool):
     """Pages of every layer of this rank.
 
     Attributes:
-        layout: geometry of the pages.
+        layout: geometry of the pages of most layers.
+        layouts: that of every layer of this rank.
         centers, rotates: the key transform.
         centers_are_open: whether the centers may still be fixed (`centers.Centers`).
         pages: the buffers.
@@ -73,11 +84,17 @@ class InklingKVPool(MHATokenToKVPool):
         self,
         *args: Any,
         layout: CacheLayout,
+        others: Mapping[int, CacheLayout] | None = None,
         centers: bool = False,
         rotates: bool = False,
         **kwargs: Any,
     ) -> None:
+        """
+        Args:
+            others: layouts of the model's layers, by number, that have not ``layout``.
+        """
         self.layout = layout
+        self._others = others or {}
         self.centers, self.rotates = centers, rotates
         self.centers_are_open = centers
         super().__init__(*args, **kwargs)
@@ -89,15 +106,18 @@ class InklingKVPool(MHATokenToKVPool):
             )
         slots = self.size + self.page_size
         assert slots % self.page_size == 0, (self.size, self.page_size)
+        here = range(self.start_layer, self.start_layer + self.layer_num)
         self.pages = KVCachePool(
             self.layout,
             self.layer_num,
             slots // self.page_size,
             self.device,
             self._allocate,
+            others={i: self._others[n] for i, n in enumerate(here) if n in self._others},
             centers=self.centers,
             rotates=self.rotates,
         )
+        self.layouts = self.pages.layouts
         layers = [self.pages.layer(i) for i in range(self.layer_num)]
         self.k_buffer = [layer.k_data for layer in layers]
         self.v_buffer = [layer.v_data for layer in layers]
@@ -123,13 +143,13 @@ class InklingKVPool(MHATokenToKVPool):
 
     def get_kv_size_bytes(self) -> tuple[int, int]:
         """Bytes of K and of V, scales and centers included."""
-        layout, tokens = self.layout, self.size + self.page_size
-        rows = tokens * layout.num_kv_heads * self.layer_num
-        centers = layout.center_bytes * self.layer_num if self.centers else 0
-        return (
-            rows * layout.k_format.row_bytes(layout.k_head_dim) + centers,
-            rows * layout.v_format.row_bytes(layout.v_head_dim),
-        )
+        tokens, k, v = self.size + self.page_size, 0, 0
+        for layout in self.layouts:
+            rows = tokens * layout.num_kv_heads
+            k += rows * layout.k_format.row_bytes(layout.k_head_dim)
+            k += layout.center_bytes if self.centers else 0
+            v += rows * layout.v_format.row_bytes(layout.v_head_dim)
+        return k, v
 
     def layer(self, layer_id: int) -> LayerCache:
         """Buffers of one of the model's layers."""

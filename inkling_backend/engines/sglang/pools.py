@@ -38,7 +38,8 @@ class RunnerPools:
     """What the backend needs of a model runner's pools.
 
     Attributes:
-        recipe, layout: the same for all layers.
+        recipe, layout: of most layers.
+        layouts: the layout of every layer in the pool that holds every token.
         size: of the pool that holds every token of a request.
         window_size: of the pool for layers with a window; None where there is one pool.
     """
@@ -55,9 +56,11 @@ class RunnerPools:
         recipe = recipe_of(name)
         if recipe is not None and all(isinstance(part, InklingKVPool) for part in parts):
             self.recipe, self.layout = recipe, parts[0].layout
+            self.layouts = parts[0].layouts
         elif recipe is None and name in KV_CACHE_DTYPES and all(map(_is_plain_bf16, parts)):
             self.recipe = engine_recipe(name)
             self.layout = layout_of(self.recipe, model_runner.model_config, pool.page_size)
+            self.layouts = (self.layout,) * parts[0].layer_num
         else:
             kinds = " and ".join(f"a {type(part).__name__} of {part.dtype}" for part in parts)
             raise UnsupportedError(
@@ -67,6 +70,11 @@ class RunnerPools:
         self._plain: dict[int, LayerCache] = {}
         self.size, *windows = [PoolSize(part.layer_num, part.size) for part in parts]
         self.window_size: PoolSize | None = windows[0] if windows else None
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of a token in all layers but those with a pool for windows."""
+        return sum(layout.bytes_per_token for layout in self.layouts)
 
     @property
     def nbytes(self) -> int:

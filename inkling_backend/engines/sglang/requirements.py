@@ -25,6 +25,7 @@ from inkling_backend.engines.sglang.flags import (
     Flags,
 )
 from inkling_backend.engines.sglang.layer import attention_kind, window_of
+from inkling_backend.engines.sglang.layer_recipes import layer_recipe_reasons
 from inkling_backend.errors import EnvironmentVariableError
 from inkling_backend.formats import get_recipe
 from inkling_backend.formats.layout import CacheLayout
@@ -105,6 +106,8 @@ def flag_reasons(
             ("--fp4-kv-cache-recipe", flags.fp4_kv_cache_recipe, None),
             ("--inkling-query-dtype", flags.inkling_query_dtype, "auto"),
             ("--inkling-key-transform", flags.inkling_key_transform, "none"),
+            ("--inkling-nvfp4-scale", flags.inkling_nvfp4_scale, "max"),
+            ("--inkling-layer-recipes", flags.inkling_layer_recipes, None),
             ("--kv-cache-dtype", None if flags.fp4_kv_cache_recipe else own_dtype, None),
         )
         if value != default
@@ -147,6 +150,7 @@ def argument_reasons(
         *_model_reasons(model),
         *(f"the model has {trait}, which are not supported: {_OTHER}" for trait in traits),
         *_attention_reasons(arguments, flags, model, capability, tp_size),
+        *layer_recipe_reasons(arguments, flags, model),
         *_feature_reasons(arguments),
         *_host_tier_reasons(arguments, model, host_tier_supported),
     ]
@@ -171,6 +175,13 @@ def _cache_reasons(
         reasons.append(
             f"--inkling-query-dtype mxfp8 needs K in MXFP8, but --kv-cache-dtype is {dtype}: "
             "leave it out, or take mxfp8 or mxfp8-nvfp4"
+        )
+    kept = [get_recipe(KV_CACHE_DTYPES.get(dtype, DEFAULT_KV_CACHE_DTYPE))]
+    kept += flags.layer_recipes().values()
+    if flags.four_over_six and not any(each.has_nvfp4 for each in kept):
+        reasons.append(
+            f"--inkling-nvfp4-scale fouroversix is a rule of NVFP4 blocks, but --kv-cache-dtype is "
+            f"{dtype}: leave it out, or take nvfp4 or mxfp8-nvfp4"
         )
     if flags.inkling_key_transform != "none" and KV_CACHE_DTYPES.get(dtype) == "bf16":
         reasons.append(
@@ -290,18 +301,21 @@ def _attention_reasons(
     q_heads, kv_heads = model.num_attention_heads // tp_size, model.get_num_kv_heads(tp_size)
     dims, page_size = (model.head_dim, model.v_head_dim), arguments.page_size
     quantize_query = flags.quantizes_query and recipe.takes_mxfp8_query
-    reasons = reasons_against(
-        num_q_heads=q_heads,
-        num_kv_heads=kv_heads,
-        k_format=recipe.k,
-        v_format=recipe.v,
-        k_head_dim=dims[0],
-        v_head_dim=dims[1],
-        page_size=page_size,
-        dtype=model.dtype,
-        quantize_query=quantize_query,
-        capability=capability,
-    )
+    reasons: list[str] = []
+    for each in (recipe, *flags.layer_recipes().values()):
+        found = reasons_against(
+            num_q_heads=q_heads,
+            num_kv_heads=kv_heads,
+            k_format=each.k,
+            v_format=each.v,
+            k_head_dim=dims[0],
+            v_head_dim=dims[1],
+            page_size=page_size,
+            dtype=model.dtype,
+            quantize_query=quantize_query,
+            capability=capability,
+        )
+        reasons += [reason for reason in found if reason not in reasons]
     if not reasons and env.asks_for_fa4():
         layout = CacheLayout(recipe.k, recipe.v, kv_heads, *dims, page_size)
         spec = AttentionSpec(q_heads, layout, model.dtype, quantize_query)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from inkling_backend import env
@@ -34,7 +35,18 @@ def cell_size(original: Callable[..., int], sizer: Any, kvc: Any, num_layers: in
     layout, own = _layout(kvc)
     if layout is None or not own:
         return original(sizer, kvc, num_layers)
-    return layout.bytes_per_token * num_layers
+    others = _others(layout)
+    if not others:
+        return layout.bytes_per_token * num_layers
+    layers = range(kvc.layer_info.start_layer, kvc.layer_info.end_layer)
+    assert len(layers) == num_layers, (layers, num_layers)
+    return sum(others.get(layer, layout).bytes_per_token for layer in layers)
+
+
+def _others(layout: CacheLayout) -> dict[int, CacheLayout]:
+    """Layouts of the layers, by number, that have a recipe of their own."""
+    own = flags_of(versions.active_server_args()).layer_recipes()
+    return {layer: layout.with_recipe(recipe) for layer, recipe in own.items()}
 
 
 def size_two_pools(result: None, sizer: Any, kvc: Any) -> None:
@@ -67,12 +79,19 @@ def workspace_bytes(kvc: Any, layout: CacheLayout) -> int:
 
     heads = kvc.model_config.num_attention_heads // versions.active_attention_tp_size()
     spec = AttentionSpec(heads, layout, kvc.model_dtype, quantize_query=False)
+    layouts = dict.fromkeys([layout, *_others(layout).values()])
     requests = versions.active_server_args().max_running_requests or _MOST_REQUESTS
     context, capability = kvc.model_config.context_len, capability_of(torch.device(kvc.device))
-    path = TritonPath(
-        *(spec, requests + 1, context, 1, torch.device("meta")),
-        capability=capability,
-        flashinfer=flashinfer_extend.chosen(env.extend(), spec, context, capability),
-        maps_slots=bool(kvc.is_hybrid_swa),
-    )
-    return path.workspace_bytes
+    flashinfer = flashinfer_extend.chosen(env.extend(), spec, context, capability)
+    reserved, first = 0, None
+    for each in layouts:
+        path = TritonPath(
+            *(replace(spec, layout=each), requests + 1, context, 1, torch.device("meta")),
+            capability=capability,
+            flashinfer=flashinfer,
+            maps_slots=bool(kvc.is_hybrid_swa),
+            like=first,
+        )
+        first = first or path
+        reserved += path.workspace_bytes
+    return reserved
