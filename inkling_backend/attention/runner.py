@@ -25,7 +25,6 @@ from inkling_backend.formats import Query
 from inkling_backend.formats.layer_attention import LayerAttention
 from inkling_backend.formats.layout import LayerCache
 from inkling_backend.kernels.arch import Capability, capability_of
-from inkling_backend.kernels.configs import MAX_GROUP
 from inkling_backend.reference.store import make_query
 
 
@@ -119,12 +118,7 @@ class AttentionRunner:
         """
         self.device = torch.device(device)
         capability = capability_of(self.device)
-        reasons = requirements(spec, capability)
-        if not 1 <= max_q_len <= MAX_GROUP // max(1, spec.group):
-            reasons.append(
-                f"{max_q_len} query tokens of {spec.group} heads a KV head are asked of decode: "
-                f"at least 1 and at most {MAX_GROUP} rows together are supported"
-            )
+        reasons = requirements(spec, capability, max_q_len)
         if reasons:
             raise UnsupportedError("this model", reasons)
         self.spec = spec
