@@ -47,7 +47,11 @@ def register() -> None:
             "assign_draft_cache_locs_contiguous_cpu": assign_draft_cache_locs,
             "assign_extend_cache_locs_cpu": assign_extend_cache_locs,
         },
-        f"{_DRAFT}.eagle": {"fill_bonus_tokens_cpu": fill_bonus_tokens},
+        f"{_DRAFT}.eagle": {
+            "fill_bonus_tokens_cpu": fill_bonus_tokens,
+            "fill_accept_out_cache_loc_cpu": fill_accepted_slots,
+        },
+        f"{_DRAFT}.reconstruct_tree": {"reconstruct_indices_from_tree_mask": links_of_tree},
         _CACHE: {"copy_all_layer_kv_cache_cpu": copy_rows},
         _SLOTS: {"assign_req_to_token_pool_cpu": assign_slots},
     }
@@ -102,6 +106,22 @@ def build_tree(
             where[request, token] = length + steps
 
 
+def links_of_tree(
+    tree_mask, seq_lens, positions, retrieve_index, next_token, next_sibling, batch, tokens
+):
+    """Positions and links of trees of which the mask is known."""
+    for request, mask in enumerate(tree_mask.view(batch, tokens, tokens).tolist()):
+        seen = [[j for j in range(i) if mask[i][j]] for i in range(tokens)]
+        parent = [max(each, default=-1) for each in seen]
+        for i in range(tokens):
+            positions[request * tokens + i] = int(seq_lens[request]) + len(seen[i])
+            retrieve_index[request, i] = request * tokens + i
+            later = range(i + 1, tokens)
+            next_token[request, i] = next((k for k in later if i in seen[k]), -1)
+            siblings = (k for k in later if parent[k] == parent[i] >= 0)
+            next_sibling[request, i] = next(siblings, -1)
+
+
 def verify_tree_greedy(
     *,
     predicts,
@@ -152,6 +172,13 @@ def fill_bonus_tokens(accept_tokens, accept_lens, bonus_tokens, stride):
     """The last token of each request that was accepted or corrected."""
     for request, length in enumerate(accept_lens.tolist()):
         bonus_tokens[request] = accept_tokens.flatten()[stride * request + length - 1]
+
+
+def fill_accepted_slots(accept_index, slots, accepted):
+    """Slots of the accepted tokens, all requests' together."""
+    index = accept_index.flatten()
+    chosen = slots[index[index >= 0].long()]
+    accepted[: len(chosen)] = chosen
 
 
 def assign_slots(rows, table, starts, ends, slots, width):

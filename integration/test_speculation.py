@@ -90,6 +90,23 @@ def test_both_pools_are_counted(drafting: RealEngine, probe: Probe) -> None:
     assert counted <= held <= counted + 2 * FIXED_BYTES + centers
 
 
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"], scope="function")
+def test_drafts_of_ngrams_change_no_token(recipe: str, model: Path, tmp_path: Path) -> None:
+    """Trees: a continuation that was seen before beside fillers, whose places are taken by what is
+    accepted. What was said once is drafted the second time."""
+    extra: dict[str, object] = {"speculative_algorithm": "NGRAM"}
+    extra |= {"speculative_ngram_max_bfs_breadth": 1, "speculative_num_draft_tokens": 6}
+    with RealEngine(options(model, recipe, **extra), env=draft_ops(tmp_path)) as engine:
+        prompts = [engine.encode(prompt) for prompt in PROMPTS]
+        first = speculate(engine, prompts, NEW_TOKENS)
+        again = speculate(engine, prompts, NEW_TOKENS)
+        for said in (first, again):
+            assert [len(each) for each in said.tokens] == [NEW_TOKENS] * len(prompts)
+        assert again.accepted > max(0.3, 2 * first.accepted)
+        for said in (again, first):  # judging empties the cache, and what was seen with it
+            assert max(gaps(engine, prompts, said.tokens)) <= NEAR[recipe]
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("speculation") / "tiny", num_hidden_layers=8)

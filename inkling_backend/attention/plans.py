@@ -27,6 +27,8 @@ class DecodePlan:
         work: what the decode kernels have to do; None for the reference implementation.
         mapped_table: pages of the same tokens in another pool, as ``page_table``; page 0 where
             there is none. None without a slot map.
+        tree: ``[batch, q_len]`` int64, on the device: bit j of a new token's word says whether it
+            sees the j-th. None: they are causal among themselves.
     """
 
     batch: int
@@ -35,6 +37,7 @@ class DecodePlan:
     seq_lens: torch.Tensor
     work: WorkList | None
     mapped_table: torch.Tensor | None = None
+    tree: torch.Tensor | None = None
 
     def mapped(self) -> DecodePlan:
         """The same batch for layers whose pages lie in the other pool."""

@@ -140,6 +140,7 @@ class TritonPath:
         batch: int,
         q_len: int,
         slot_map: torch.Tensor | None,
+        tree: torch.Tensor | None,
     ) -> DecodePlan:
         mapped = None if slot_map is None else planner.Mapped(slot_map, self._decode_mapped)
         planner.plan_decode(
@@ -157,7 +158,7 @@ class TritonPath:
         )
         pages, lens = self._decode_pages[:batch], self._decode_lens[:batch]
         there = None if mapped is None else mapped.page_table[:batch]
-        return DecodePlan(batch, q_len, pages, lens, self._work, there)
+        return DecodePlan(batch, q_len, pages, lens, self._work, there, tree)
 
     def plan_extend(
         self,
@@ -244,6 +245,7 @@ class TritonPath:
             out,
             layer,
             plan.q_len,
+            plan.tree,
         )
         self._decoders[plan.q_len].decode(call)
         merge(call)

@@ -1,4 +1,4 @@
-"""The real engine on the GPU with drafts: a model that is its own draft, in every recipe."""
+"""The real engine on the GPU with drafts: of the model itself in every recipe, and of n-grams."""
 
 from __future__ import annotations
 
@@ -45,9 +45,10 @@ class Observed:
 def run_drafts(model: Path, logs: Path) -> Iterator[Case]:
     """A case for each thing that each engine shows."""
     starts = [(recipe, "graphs", GRAPHS) for recipe in RECIPES] + [("mxfp8", "eager", EAGER)]
+    starts += [(recipe, "ngram", GRAPHS) for recipe in ("mxfp8", "nvfp4")]
     with ThreadPoolExecutor(len(starts)) as pool:
         running = {
-            (recipe, setup): pool.submit(_observe, model, recipe, extra, index)
+            (recipe, setup): pool.submit(_observe, model, recipe, setup, extra, index)
             for index, (recipe, setup, extra) in enumerate(starts)
         }
         for (recipe, setup), future in running.items():
@@ -59,16 +60,21 @@ def run_drafts(model: Path, logs: Path) -> Iterator[Case]:
         yield case("drafts: graphs equal eager", "mxfp8", equal, f"{len(graphs.alone)} answers")
 
 
-def _observe(model: Path, recipe: str, extra: Mapping[str, object], index: int) -> Observed:
+def _observe(
+    model: Path, recipe: str, setup: str, extra: Mapping[str, object], index: int
+) -> Observed:
     seen = Observed()
     start = time.monotonic()
     # Engines that start together must not look for free ports in the same range.
     ports = {"port": 36000 + 200 * index, "nccl_port": 36100 + 200 * index}
-    drafts = {
+    drafts: dict[str, object] = {
         "speculative_algorithm": "STANDALONE",
         "speculative_draft_model_path": str(model),
         "speculative_num_steps": STEPS,
     }
+    if setup == "ngram":
+        drafts = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 8}
+        drafts["speculative_ngram_max_bfs_breadth"] = 1
     try:
         with RealEngine(options(model, recipe, **{**SHARED, **drafts, **ports, **extra})) as engine:
             try:
@@ -98,6 +104,7 @@ def _ask(engine: RealEngine, seen: Observed) -> None:
     seen.hit_equals_miss = again == seen.alone[-1]
     engine.call("flush_cache")
     said = speculate(engine, prompts, NEW_TOKENS)
+    said = speculate(engine, prompts, NEW_TOKENS)  # n-grams draft what was said
     seen.accepted = said.accepted
     seen.behind = max(gaps(engine, prompts, said.tokens))
 
@@ -108,18 +115,18 @@ def _cases_of(recipe: str, setup: str, seen: Observed) -> Iterator[Case]:
         yield case(f"{name}: engine runs", recipe, False, seen.error[-1500:])
         return
     own, draft = "KV cache recipe", "draft model, KV cache recipe"
-    both = len(seen.lines) == 2 and own in seen.lines[0] and draft in seen.lines[1]
-    yield case(f"{name}: both caches", recipe, both, f"{seen.seconds:.0f} s; {seen.lines}")
+    wanted = [own] if setup == "ngram" else [own, draft]
+    caches = len(seen.lines) == len(wanted) and all(map(str.__contains__, seen.lines, wanted))
+    yield case(f"{name}: caches", recipe, caches, f"{seen.seconds:.0f} s; {seen.lines}")
     detail = f"at most {seen.behind:.3f} nats behind the likeliest token, {NEAR} allowed"
     yield case(f"{name}: no token changed", recipe, seen.behind <= NEAR, detail)
     detail = f"{seen.accepted:.0%} of the drafted tokens"
     yield case(f"{name}: accepted", recipe, seen.accepted > ACCEPTED, detail)
     detail = f"equal tokens: {seen.hit_equals_miss}"
     yield case(f"{name}: prefix hit equals miss", recipe, seen.hit_equals_miss, detail)
-    captured = setup == "graphs"
-    wanted = seen.verify_steps if captured else 0
-    passed = seen.verify_steps > 0 and seen.graph_steps == wanted
+    steps = 0 if setup == "eager" else seen.verify_steps
+    passed = seen.verify_steps > 0 and seen.graph_steps == steps
     detail = f"{seen.graph_steps} of {seen.verify_steps} verifications in captured graphs"
-    passed = passed and seen.draft_graphs == captured
+    passed = passed and seen.draft_graphs == (setup == "graphs")
     detail += f", drafting captured: {seen.draft_graphs}"
     yield case(f"{name}: graphs as configured", recipe, passed, detail)

@@ -128,7 +128,7 @@ def test_other_backends_are_left_alone() -> None:
 
 def test_refusal_carries_every_reason() -> None:
     with pytest.raises(UnsupportedError) as error:
-        prepare(Args(page_size=1, enable_lmcache=True, speculative_algorithm="NGRAM"))
+        prepare(Args(page_size=1, enable_lmcache=True, speculative_algorithm="DFLASH"))
     assert len(error.value.reasons) == 3
 
 

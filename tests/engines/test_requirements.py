@@ -124,7 +124,7 @@ def test_cpu_is_supported() -> None:
         ({"page_size": 16}, "page size 16 128"),
         ({"page_size": 1}, "page size 1 "),
         ({"kv_cache_dtype": "fp8_e4m3"}, "fp8_e4m3 mxfp8 nvfp4 fp4_mx_block16 bf16"),
-        ({"speculative_algorithm": "ngram"}, "--speculative-algorithm"),
+        ({"speculative_algorithm": "dflash"}, "--speculative-algorithm"),
         ({"speculative_eagle_topk": 4}, "--speculative-eagle-topk"),
         ({"enable_multi_layer_eagle": True}, "--enable-multi-layer-eagle"),
         ({"speculative_adaptive": True}, "--speculative-adaptive"),
@@ -250,7 +250,7 @@ def test_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_all_reasons_at_once() -> None:
     found = reasons(
-        arguments(page_size=16, enable_lmcache=True, speculative_algorithm="NGRAM"),
+        arguments(page_size=16, enable_lmcache=True, speculative_algorithm="DFLASH"),
         Flags("kvfp4"),
         ("inkling", "triton"),
         model(is_encoder_decoder=True, head_dim=72, v_head_dim=72),

@@ -16,6 +16,7 @@ from inkling_backend.engines.sglang.speculation import (
     chain_defaults,
     not_drafted_reasons,
     speculation_reasons,
+    tree_words,
     verified_tokens,
 )
 from inkling_backend.formats import get_recipe
@@ -87,9 +88,37 @@ def test_drafts_are_served_by_one_backend() -> None:
 def test_what_the_engine_chose_by_itself_is_looked_at() -> None:
     assert not_drafted_reasons(arguments(None)) == []
     assert not_drafted_reasons(arguments("EAGLE", speculative_eagle_topk=1)) == []
+    assert not_drafted_reasons(arguments("NGRAM", speculative_eagle_topk=1)) == []
     for algorithm, topk in (("FROZEN_KV_MTP", 1), ("EAGLE", 4)):
         (reason,) = not_drafted_reasons(arguments(algorithm, speculative_eagle_topk=topk))
         assert f"{algorithm} with {topk} candidates" in reason
+
+
+def test_trees_of_ngrams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("INKLING_KERNELS", raising=False)
+    one = arguments("NGRAM", speculative_ngram_max_bfs_breadth=1)
+    assert speculation_reasons(one, BOTH, MODEL) == []
+    broad = arguments("NGRAM", speculative_ngram_max_bfs_breadth=10)
+    (reason,) = speculation_reasons(broad, BOTH, MODEL)
+    assert "--speculative-ngram-max-bfs-breadth 10" in reason
+    monkeypatch.setenv("INKLING_KERNELS", "fa4")
+    (reason,) = speculation_reasons(one, BOTH, MODEL)
+    assert "INKLING_KERNELS=fa4" in reason
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_words_of_the_engines_mask(whole: bool) -> None:
+    """The words of two requests; a third pads a graph and is not in the mask."""
+    words = torch.tensor([[0b1, 0b11, 0b101], [0b1, 0b11, 0b111]])
+    lens = torch.tensor([4, 2, 1])
+    parts = []
+    for request, old in enumerate([4, 2]):
+        new = (words[request][:, None] >> torch.arange(3) & 1).bool()
+        past = torch.ones(3, old if whole else 0, dtype=torch.bool)
+        parts.append(torch.cat([past, new], 1).flatten())
+    got = tree_words(torch.cat(parts), lens, 3, whole=whole)
+    assert got.shape == (3, 3)
+    assert torch.equal(got[:2], words)
 
 
 class Backend:

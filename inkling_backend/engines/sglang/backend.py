@@ -27,6 +27,7 @@ from inkling_backend.engines.sglang.requirements import (
     sink_reason,
     takes_whole_prompts,
 )
+from inkling_backend.engines.sglang.speculation import tree_words
 from inkling_backend.errors import UnsupportedError
 from inkling_backend.formats import Query
 
@@ -59,6 +60,7 @@ class InklingAttnBackend(AttentionBackend):
             num_q_heads,
             whole_prompts=takes_whole_prompts(arguments),
             verifies=several > 1,
+            trees=versions.verifies_trees(),
             centers=flags.centers_keys,
             window_slots=self.pools.layers_with_window_slots(layers),
             kept_window=model_runner.sliding_window_size,
@@ -104,6 +106,10 @@ class InklingAttnBackend(AttentionBackend):
             )
         drafts = bool(model_runner.is_draft_worker)
         self._verify_mask = None
+        # Of drafted trees; where a captured graph finds the words of the batch.
+        self._tree: torch.Tensor | None = None
+        if versions.verifies_trees():
+            self._tree = torch.zeros(rows, several, dtype=torch.int64, device=self.device)
         if several > 1 and not drafts:
             self._verify_mask = versions.unread_verify_mask(rows, several, self.device)
         if versions.is_first_rank():
@@ -180,6 +186,7 @@ class InklingAttnBackend(AttentionBackend):
         if mode.is_idle() or forward_batch.batch_size == 0:
             self._take(None)
         elif mode.is_decode() or mode.is_target_verify() or mode.is_draft_extend_v2():
+            self._take_tree(forward_batch)
             self.plan_decode(forward_batch)
         else:
             new, total = _host_lengths(forward_batch)
@@ -205,7 +212,9 @@ class InklingAttnBackend(AttentionBackend):
             )
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Nothing to do outside the graph: planning is captured."""
+        """Planning is captured; what the graph cannot find by itself are drafted trees."""
+        if not in_capture:
+            self._take_tree(forward_batch)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Plan from the graph's static request rows and lengths; recorded and replayed."""
@@ -238,8 +247,10 @@ class InklingAttnBackend(AttentionBackend):
             ahead: tokens of a draft, the new one included, that the batch's lengths do not count.
         """
         mode, lengths, q_len = forward_batch.forward_mode, forward_batch.seq_lens, 1
+        tree = None
         if mode.is_target_verify():  # whose lengths count no drafted token
             q_len = ahead = self.runner.max_q_len
+            tree = None if self._tree is None else self._tree[: forward_batch.batch_size]
         elif mode.is_draft_extend_v2():
             q_len = self.runner.max_q_len
         plan = self.runner.plan_decode(
@@ -249,8 +260,20 @@ class InklingAttnBackend(AttentionBackend):
             forward_batch.batch_size,
             q_len,
             slot_map=self.pools.slot_map,
+            tree=tree,
         )
         self._take(plan)
+
+    def _take_tree(self, forward_batch: Any) -> None:
+        if self._tree is None or not forward_batch.forward_mode.is_target_verify():
+            return
+        batch = forward_batch.batch_size
+        self._tree[:batch] = tree_words(
+            forward_batch.spec_info.custom_mask,
+            forward_batch.seq_lens[:batch],
+            self.runner.max_q_len,
+            whole=self.device.type != "cpu",  # the engine's choice
+        )
 
     def _take(self, plan: Any) -> None:
         self._mapped_slots = None

@@ -35,12 +35,15 @@ _ONE_POOL = "set --disable-hybrid-swa-memory"
 _NO_DRAFT = "leave --speculative-algorithm out"
 _WHOLE = "set --chunked-prefill-size -1 and --disable-radix-cache"
 
+_SPECULATES = (*speculation.ALGORITHMS, speculation.NGRAM)
+
 # Field of the arguments, whether its value asks for the feature, what the feature is.
 _UNSUPPORTED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "speculative_algorithm",
-        lambda value: bool(value) and str(value).upper() not in speculation.ALGORITHMS,
-        "speculation other than by EAGLE, EAGLE3, NEXTN and STANDALONE (--speculative-algorithm)",
+        lambda value: bool(value) and str(value).upper() not in _SPECULATES,
+        "speculation by other ways than EAGLE, EAGLE3, NEXTN, STANDALONE and NGRAM "
+        "(--speculative-algorithm)",
     ),
     (
         "speculative_eagle_topk",
@@ -394,6 +397,7 @@ def layer_reasons(
     *,
     whole_prompts: bool,
     verifies: bool = False,
+    trees: bool = False,
     centers: bool = False,
     window_slots: Collection[int] = (),
     kept_window: int | None = None,
@@ -406,6 +410,7 @@ def layer_reasons(
         num_q_heads: query heads that the attention runner was built for.
         whole_prompts: of `takes_whole_prompts`.
         verifies: whether several tokens of a request are verified at once.
+        trees: whether they are trees.
         centers: whether keys are centered, which shifts the logits of a row alike.
         window_slots: numbers of the layers whose pages lie in a pool for windows.
         kept_window: tokens before the newest one whose pages that pool keeps.
@@ -426,6 +431,8 @@ def layer_reasons(
             note(f"{attention_kind(layer)} (bidirectional) attention to part of a prompt", _WHOLE)
         if attention_kind(layer) != "decoder" and verifies:
             note(f"{attention_kind(layer)} (bidirectional) attention to drafts", _NO_DRAFT)
+        if window_of(layer) is not None and trees:
+            note("a sliding window over trees, whose tokens lie elsewhere than stored", _NO_DRAFT)
         if layer.use_irope:
             note("chunked local attention (iRoPE)")
         if layer.xai_temperature_len > 0:

@@ -1,8 +1,8 @@
-"""Speculative decoding by chains: what is asked for by default, and what is refused.
+"""Speculative decoding: what is asked for by default, what is refused, and masks of trees.
 
 A draft model proposes a few tokens, one after another, and the model that is served verifies them
-in one batch of several query tokens a request. Trees, in which tokens have several successors,
-would need masks that the decode kernels do not have.
+in one batch of several query tokens a request. With n-grams there is no draft model, and what is
+proposed is a tree: a continuation that was seen before, and fillers beside it.
 """
 
 from __future__ import annotations
@@ -10,8 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
+from inkling_backend import env
+
 # `--speculative-algorithm` of those that have a draft model and draft chains with one candidate.
 ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
+# The one whose drafts come from what was said before, in trees.
+NGRAM = "NGRAM"
 # Tokens drafted where nobody says how many: the engine's own choice for most models without trees.
 DEFAULT_STEPS = 3
 
@@ -58,9 +64,18 @@ def speculation_reasons(
         backends: names of the prefill and of the decode attention backend.
         model: the engine's model configuration.
     """
-    if algorithm_of(arguments) not in ALGORITHMS:
+    algorithm = algorithm_of(arguments)
+    if algorithm not in (*ALGORITHMS, NGRAM):
         return []  # nothing, or refused by its name
     reasons = []
+    breadth = getattr(arguments, "speculative_ngram_max_bfs_breadth", 1)
+    if algorithm == NGRAM and breadth > 1:
+        reasons.append(
+            f"--speculative-ngram-max-bfs-breadth {breadth}: the engine has broader trees over "
+            "pages for FlashInfer alone: set it to 1"
+        )
+    if algorithm == NGRAM and env.asks_for_fa4():
+        reasons.append("INKLING_KERNELS=fa4 has no mask for the trees of n-grams: unset it")
     prefill, decode = backends
     if prefill != decode:
         reasons.append(
@@ -87,9 +102,34 @@ def speculation_reasons(
 def not_drafted_reasons(arguments: Any) -> list[str]:
     """Why an engine that has chosen algorithm and tree by itself cannot be served."""
     algorithm, topk = algorithm_of(arguments), getattr(arguments, "speculative_eagle_topk", None)
-    if algorithm is None or (algorithm in ALGORITHMS and (topk or 1) == 1):
+    known = (*ALGORITHMS, NGRAM)
+    if algorithm is None or (algorithm in known and (topk or 1) == 1):
         return []
     return [
         f"the engine speculates by {algorithm} with {topk} candidates a token for this model: "
-        f"only chains of {', '.join(ALGORITHMS)} are supported, so {_OUT}"
+        f"only one of {', '.join(known)} is supported, so {_OUT}"
     ]
+
+
+def tree_words(
+    mask: torch.Tensor, seq_lens: torch.Tensor, tokens: int, *, whole: bool
+) -> torch.Tensor:
+    """The engine's mask of drafted trees in the words of `AttentionRunner.plan_decode`.
+
+    Args:
+        mask: bool, request after request ``[tokens, old tokens + tokens]`` row by row, or without
+            the old tokens. Requests that it does not hold get any words.
+        seq_lens: ``[B]`` old tokens of each request.
+        tokens: new tokens of each request, at most 64.
+        whole: whether the mask holds the old tokens, too.
+
+    Returns:
+        ``[B, tokens]`` int64.
+    """
+    old = seq_lens.long() if whole else torch.zeros_like(seq_lens, dtype=torch.int64)
+    width = old + tokens
+    first = torch.cumsum(width * tokens, 0) - width * tokens
+    each = torch.arange(tokens, device=mask.device)
+    row = first[:, None] + each * width[:, None] + old[:, None]  # [B, tokens]
+    place = (row[..., None] + each).clamp(max=mask.numel() - 1)
+    return (mask[place].long() << each).sum(-1)

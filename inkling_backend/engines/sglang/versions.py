@@ -182,6 +182,13 @@ def verified_tokens() -> int:
     return int(spec.speculative_num_draft_tokens) if spec.speculative_algorithm else 1
 
 
+def verifies_trees() -> bool:
+    """Whether what this scheduler process verifies are trees: drafts of n-grams."""
+    from sglang.srt.runtime_context import get_spec
+
+    return str(get_spec().speculative_algorithm).upper() == "NGRAM"
+
+
 def unread_verify_mask(max_batch: int, tokens: int, device: Any) -> Any:
     """Room for the engine's mask of drafted tokens, the smallest that it can fill."""
     from sglang.srt.layers.attention.verify_mask import maybe_create_verify_mask
