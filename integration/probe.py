@@ -53,6 +53,11 @@ class Probe:
         return json.loads(self._file.read_text())
 
     @property
+    def draft(self) -> dict[str, Any]:
+        """The same of a draft model's pool; then `pool` counts the bytes of a token in both."""
+        return json.loads(_draft(self._file).read_text())[0]
+
+    @property
     def padding_is_untouched(self) -> bool:
         """Whether page 0 had its first bytes when the prefix cache was flushed last."""
         return json.loads(_flushed(self._file).read_text())
@@ -60,6 +65,10 @@ class Probe:
 
 def _flushed(file: Path) -> Path:
     return file.with_name("flushed.json")
+
+
+def _draft(file: Path) -> Path:
+    return file.with_name("draft.json")
 
 
 _runners: list[tuple[Any, str]] = []
@@ -97,7 +106,8 @@ def _report(result: object, runner: Any, *args: object, **kwargs: object) -> Non
         }
         for part, size in zip(parts, sizes, strict=True)
     ]
-    Path(os.environ[_FILE]).write_text(json.dumps(content))
+    file = Path(os.environ[_FILE])
+    (_draft(file) if runner.is_draft_worker else file).write_text(json.dumps(content))
     _runners.extend((part, _page_0(part)) for part in parts)
 
 

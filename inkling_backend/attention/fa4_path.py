@@ -59,6 +59,7 @@ class Fa4Path(TritonPath):
         if isinstance(plan, ExtendPlan):
             indptr, most = plan.qo_indptr, plan.max_q_len
         else:
+            assert plan.tree is None, "FA4 has no mask among new tokens"
             indptr, most = self._decode_indptr[plan.q_len][: plan.batch + 1], plan.q_len
         arguments = operands(query, cache) | masks(layer)
         out.copy_(

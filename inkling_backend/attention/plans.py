@@ -30,6 +30,8 @@ class DecodePlan:
         mapped_table: pages of the same tokens in another pool, as ``page_table``; page 0 where
             there is none. None without a slot map.
         others: plans of the same batch for layers of these layouts (`attention.mixed`).
+        tree: ``[batch, q_len]`` int64, on the device: bit j of a new token's word says whether it
+            sees the j-th. None: they are causal among themselves.
     """
 
     batch: int
@@ -38,6 +40,7 @@ class DecodePlan:
     seq_lens: torch.Tensor
     work: WorkList | None
     mapped_table: torch.Tensor | None = None
+    tree: torch.Tensor | None = None
     others: Mapping[CacheLayout, DecodePlan] | None = None
 
     def mapped(self) -> DecodePlan:

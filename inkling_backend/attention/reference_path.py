@@ -38,9 +38,10 @@ class ReferencePath:
         batch: int,
         q_len: int,
         slot_map: torch.Tensor | None,
+        tree: torch.Tensor | None,
     ) -> DecodePlan:
         pages, lens, mapped = self._tables(slot_table, rows[:batch], seq_lens[:batch], slot_map)
-        return DecodePlan(batch, q_len, pages, lens, None, mapped)
+        return DecodePlan(batch, q_len, pages, lens, None, mapped, tree)
 
     def plan_extend(
         self,
@@ -83,10 +84,12 @@ class ReferencePath:
         layer: LayerAttention,
     ) -> None:
         if isinstance(plan, ExtendPlan):
-            qo_indptr = plan.qo_indptr
+            qo_indptr, tree = plan.qo_indptr, None
         else:
             qo_indptr = torch.arange(plan.batch + 1, device=out.device) * plan.q_len
-        attend(query, cache, plan.page_table, plan.seq_lens, qo_indptr, layer=layer, out=out)
+            tree = None if plan.tree is None else plan.tree.flatten()
+        pages, lens = plan.page_table, plan.seq_lens
+        attend(query, cache, pages, lens, qo_indptr, layer=layer, out=out, tree=tree)
 
     def _tables(
         self,

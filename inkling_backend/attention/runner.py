@@ -25,7 +25,6 @@ from inkling_backend.formats import Query
 from inkling_backend.formats.layer_attention import LayerAttention
 from inkling_backend.formats.layout import LayerCache
 from inkling_backend.kernels.arch import capability_of
-from inkling_backend.kernels.configs import MAX_GROUP
 from inkling_backend.reference.store import make_query
 
 
@@ -51,6 +50,7 @@ class _Path(Protocol):
         batch: int,
         q_len: int,
         slot_map: torch.Tensor | None,
+        tree: torch.Tensor | None,
     ) -> DecodePlan: ...
 
     def plan_extend(
@@ -125,12 +125,7 @@ class AttentionRunner:
         """
         self.device = torch.device(device)
         capability = capability_of(self.device)
-        reasons = requirements(spec, capability)
-        if not 1 <= max_q_len <= MAX_GROUP // max(1, spec.group):
-            reasons.append(
-                f"{max_q_len} query tokens of {spec.group} heads a KV head are asked of decode: "
-                f"at least 1 and at most {MAX_GROUP} rows together are supported"
-            )
+        reasons = requirements(spec, capability, max_q_len)
         if reasons:
             raise UnsupportedError("this model", reasons)
         self.spec = spec
@@ -188,8 +183,9 @@ class AttentionRunner:
         batch: int,
         q_len: int = 1,
         slot_map: torch.Tensor | None = None,
+        tree: torch.Tensor | None = None,
     ) -> DecodePlan:
-        """Plans ``q_len`` new tokens for each of ``batch`` requests, causal among themselves.
+        """Plans ``q_len`` new tokens for each of ``batch`` requests.
 
         The plan's tensors are this runner's own, at the same addresses every time; the next
         `plan_decode` overwrites them. `plan_extend` does not.
@@ -204,12 +200,21 @@ class AttentionRunner:
             slot_map: ``[slots]`` int32 or int64, the slot of the same token in the other pool of a
                 runner that ``maps_slots``; whole pages together, 0 where there is none: not needed
                 for tokens that every row's window has passed. `DecodePlan.mapped` reads there.
+            tree: ``[batch, q_len]`` int64, contiguous; bit j of a new token's word says whether it
+                sees the j-th, at most 64 of them. None: they are causal among themselves.
         """
         self._check_batch(slot_table, rows, seq_lens, batch)
         self._check_map(slot_map)
         if q_len not in (1, self.max_q_len):
             raise InvalidTensorError("q_len", "one of", (1, self.max_q_len), q_len)
-        return self._path.plan_decode(slot_table, rows, seq_lens, batch, q_len, slot_map)
+        if tree is not None and (
+            tuple(tree.shape) != (batch, q_len)
+            or tree.dtype != torch.int64
+            or not tree.is_contiguous()
+        ):
+            got = f"{tuple(tree.shape)} {tree.dtype}"
+            raise InvalidTensorError("tree", "contiguous int64 of shape", (batch, q_len), got)
+        return self._path.plan_decode(slot_table, rows, seq_lens, batch, q_len, slot_map, tree)
 
     def plan_extend(
         self,
@@ -318,6 +323,8 @@ class AttentionRunner:
         layer.check_sinks(heads)
         if not layer.causal and getattr(plan, "q_len", 1) > 1:
             raise InvalidTensorError("layer", "causal", True, False)
+        if layer.window is not None and getattr(plan, "tree", None) is not None:
+            raise InvalidTensorError("layer", "without a window over a tree", None, layer.window)
         if rows and plan.batch and getattr(plan, "max_q_len", 1):
             self._path.run(plan, query, cache, out.view(rows, heads, head_dim), layer)
         return out

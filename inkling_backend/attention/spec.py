@@ -36,11 +36,12 @@ class AttentionSpec:
         return self.num_q_heads // self.layout.num_kv_heads
 
 
-def requirements(spec: AttentionSpec, capability: Capability | None) -> list[str]:
+def requirements(spec: AttentionSpec, capability: Capability | None, q_len: int = 1) -> list[str]:
     """Every reason why this attention cannot run (empty if it can).
 
     Args:
         capability: compute capability of the GPU, None on a machine without one.
+        q_len: query tokens that decode has of each request.
     """
     layout = spec.layout
     return reasons_against(
@@ -54,6 +55,7 @@ def requirements(spec: AttentionSpec, capability: Capability | None) -> list[str
         dtype=spec.dtype,
         quantize_query=spec.quantize_query,
         capability=capability,
+        q_len=q_len,
     )
 
 
@@ -69,8 +71,12 @@ def reasons_against(
     dtype: torch.dtype,
     quantize_query: bool,
     capability: Capability | None,
+    q_len: int = 1,
 ) -> list[str]:
-    """`requirements` before there is a layout, which refuses some of these by an exception."""
+    """`requirements` before there is a layout, which refuses some of these by an exception.
+
+    ``q_len``: query tokens that decode has of each request.
+    """
     reasons = CacheLayout.reasons_against(k_format, v_format, k_head_dim, v_head_dim, page_size)
     if page_size not in PAGE_SIZES and page_size_reason(page_size) not in reasons:
         reasons.append(page_size_reason(page_size))
@@ -82,6 +88,11 @@ def reasons_against(
     elif num_q_heads // num_kv_heads > MAX_GROUP:
         reasons.append(
             f"{num_q_heads // num_kv_heads} query heads share one KV head: at most {MAX_GROUP} may"
+        )
+    elif not 1 <= q_len <= MAX_GROUP // (num_q_heads // num_kv_heads):
+        reasons.append(
+            f"{q_len} query tokens of {num_q_heads // num_kv_heads} heads a KV head are asked of "
+            f"decode: at least 1 and at most {MAX_GROUP} rows together are supported"
         )
     if dtype not in MODEL_DTYPES:
         names = " or ".join(str(d).removeprefix("torch.") for d in MODEL_DTYPES)

@@ -181,6 +181,7 @@ class TritonPath:
         batch: int,
         q_len: int,
         slot_map: torch.Tensor | None,
+        tree: torch.Tensor | None,
     ) -> DecodePlan:
         mapped = None if slot_map is None else planner.Mapped(slot_map, self._decode.mapped)
         planner.plan_decode(
@@ -198,7 +199,7 @@ class TritonPath:
         )
         pages, lens = self._decode.pages[:batch], self._decode.lens[:batch]
         there = None if mapped is None else mapped.page_table[:batch]
-        return DecodePlan(batch, q_len, pages, lens, self._decode.work, there)
+        return DecodePlan(batch, q_len, pages, lens, self._decode.work, there, tree)
 
     def plan_extend(
         self,
@@ -285,6 +286,7 @@ class TritonPath:
             out,
             layer,
             plan.q_len,
+            plan.tree,
         )
         self._decoders[plan.q_len].decode(call)
         merge(call)

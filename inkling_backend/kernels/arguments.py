@@ -64,6 +64,7 @@ class Example(NamedTuple):
     quantized: whether its query is MXFP8.
     features: names of the arguments of `layer_arguments` that are not None.
     q_len: query tokens of a request in decode.
+    tree: whether they are a tree.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Example(NamedTuple):
     quantized: bool
     features: tuple[str, ...] = ()
     q_len: int = 1
+    tree: bool = False
 
     @property
     def rows(self) -> int:
@@ -127,6 +129,7 @@ def examples() -> Iterator[Example]:
         layout = CacheLayout(fmt, fmt, 8, 128, 128)
         window = ("window",) if name == "mxfp8" else ()
         yield Example(f"verify-{name}", layout, 4, "bf16", name == "mxfp8", window, q_len)
+        yield Example(f"tree-{name}", layout, 4, "bf16", name == "mxfp8", (), q_len, tree=True)
     encoder = CacheLayout(mxfp8, mxfp8, 8, 96, 96)
     yield Example("features-encoder", encoder, 1, "fp16", True, ("softcap_log2",))
 

@@ -34,13 +34,14 @@ from inkling_backend.kernels.configs import (
     persistent_programs,
 )
 from inkling_backend.kernels.plan import WorkList, load_record
-from inkling_backend.kernels.query_rows import query_offset, query_rows
+from inkling_backend.kernels.query_rows import query_offset, query_rows, tree_words
 from inkling_backend.kernels.tile import (
     finite,
     finite_or_nan,
     mark_seen,
     normalizer,
     raw_logits,
+    sees_new,
     soft_cap,
     softmax_step,
     tile_slots,
@@ -87,6 +88,7 @@ class DecodeCall(NamedTuple):
     out: ``[B * q_len, Hq, Dv]`` bfloat16 or float16.
     layer: what the layer asks for; several tokens are causal.
     q_len: query tokens of each request, the last ones of it.
+    tree: ``[B, q_len]`` int64, as in `AttentionRunner.plan_decode`; None: tokens are causal.
     """
 
     query: Query
@@ -99,6 +101,7 @@ class DecodeCall(NamedTuple):
     out: torch.Tensor
     layer: LayerAttention
     q_len: int = 1
+    tree: torch.Tensor | None = None
 
     @property
     def group(self) -> int:
@@ -116,6 +119,7 @@ class DecodeCall(NamedTuple):
             *cache_arguments(self.query, self.cache),
             self.page_table,
             self.seq_lens,
+            self.tree,
             self.work.sizes,
             self.work.records,
             *self.partial,
@@ -140,6 +144,7 @@ def decode_case(
     signature = {
         **dict.fromkeys((f"{name}_ptr" for name in integers), "*i32"),
         **dict.fromkeys(("partial_ptr", "top_ptr", "total_ptr"), "*fp32"),
+        "tree_ptr": "*i64" if example.tree else "constexpr",
         "out_ptr": f"*{example.dtype}",
         **words,
     }
@@ -149,11 +154,14 @@ def decode_case(
 
 
 @triton.jit
-def _seen(pos, live, token, newest, oldest, Q_LEN: tl.constexpr):
+def _seen(pos, live, token, tree, newest, oldest, Q_LEN: tl.constexpr):
     """Whether rows see a tile's tokens, ``[M, N]``, or ``[1, N]`` where all rows see the same."""
     seen = live[None, :]
     if Q_LEN > 1:
-        seen = seen & (pos[None, :] - token[:, None] <= newest)
+        if tree is None:
+            seen = seen & (pos[None, :] - token[:, None] <= newest)
+        else:
+            seen = seen & sees_new(tree[:, None], (pos - newest)[None, :])
         if oldest is not None:
             seen = seen & (pos[None, :] - token[:, None] >= oldest)
     return seen
@@ -173,6 +181,7 @@ def attend_split(
     newest,
     oldest,
     token,
+    tree,
     scale_log2,
     softcap_log2,
     Q_LEN: tl.constexpr,
@@ -188,6 +197,7 @@ def attend_split(
         newest: last position that the first query token sees: its own.
         oldest: first position that it sees (it may be negative); None if there is no window.
         token: ``[M]``, query token of each row.
+        tree: ``[M]``, of `query_rows.tree_words`; None where new tokens are causal.
         scale_log2, softcap_log2: as in `layer_arguments`, with the global scale of K.
 
     Returns:
@@ -212,7 +222,7 @@ def attend_split(
         logits = raw_logits(q, k)
         if softcap_log2 is not None:
             logits = soft_cap(logits, scale_log2 / softcap_log2, softcap_log2)
-        seen = _seen(pos, live, token, newest, oldest, Q_LEN)
+        seen = _seen(pos, live, token, tree, newest, oldest, Q_LEN)
         logits = tl.where(seen, logits, float("-inf"))
         v = load_rows(v_ptr, v_scale_ptr, slot, head, live, V)  # [N, DV]
         if Q_LEN > 1:
@@ -228,7 +238,7 @@ def attend_split(
                 if oldest is not None:
                     live = live & (pos >= oldest)
                 v = load_rows(v_ptr, v_scale_ptr, slot, head, live, V)  # [N, DV]
-                acc = mark_seen(acc, _seen(pos, live, token, newest, oldest, Q_LEN), v)
+                acc = mark_seen(acc, _seen(pos, live, token, tree, newest, oldest, Q_LEN), v)
     # A sum that is a product alone, as in `tile.soft_cap`.
     return acc, tl.fma(row_max, step_log2, 0.0), row_sum
 
@@ -284,6 +294,7 @@ def _decode_kernel(
     v_global_ptr,
     page_table_ptr,
     seq_lens_ptr,
+    tree_ptr,
     sizes_ptr,
     work_ptr,
     partial_ptr,
@@ -327,6 +338,9 @@ def _decode_kernel(
         oldest = None
         if window is not None:
             oldest = newest - window
+        tree = None
+        if tree_ptr is not None:
+            tree = tree_words(tree_ptr, request, token, m_m, Q_LEN)
         acc, top, total = attend_split(
             q,
             k_ptr,
@@ -340,6 +354,7 @@ def _decode_kernel(
             newest,
             oldest,
             token,
+            tree,
             scale_log2,
             softcap_log2,
             Q_LEN=Q_LEN,

@@ -46,8 +46,8 @@ from inkling_backend.kernels.decode import DecodeCall, decode_case
 from inkling_backend.kernels.decode_redo import decode_redo
 from inkling_backend.kernels.launch import places_next, wait_for_previous
 from inkling_backend.kernels.plan import load_record
-from inkling_backend.kernels.query_rows import query_offset, query_rows, scaled_query
-from inkling_backend.kernels.tile import fold, normalizer, soft_cap, to_dtype
+from inkling_backend.kernels.query_rows import query_offset, query_rows, scaled_query, tree_words
+from inkling_backend.kernels.tile import fold, normalizer, sees_new, soft_cap, to_dtype
 
 
 @triton.jit
@@ -147,6 +147,7 @@ def _decode_fast_kernel(
     v_global_ptr,
     page_table_ptr,
     seq_lens_ptr,
+    tree_ptr,
     sizes_ptr,
     work_ptr,
     partial_ptr,
@@ -218,6 +219,8 @@ def _decode_fast_kernel(
         split_top, split_total, split_acc = top, total, acc
         if Q_LEN > 1 or window is not None:
             newest = tl.load(seq_lens_ptr + request) - Q_LEN
+        if tree_ptr is not None:
+            tree = tree_words(tree_ptr, request, token, m_m, Q_LEN)
         if window is not None:
             oldest = newest - window
             start = tl.maximum(start, oldest // BLOCK_N * BLOCK_N)
@@ -248,8 +251,11 @@ def _decode_fast_kernel(
                         s = tl.where((tile + i_n >= oldest)[:, None], s, float("-inf"))
             else:
                 place = (tile + i_n)[:, None] - token[None, :]  # as the first token sees it
-                if tile + BLOCK_N > newest + 1:
-                    s = tl.where((place <= newest) & (tile + i_n < end)[:, None], s, float("-inf"))
+                if tile + BLOCK_N > newest:
+                    shown = place <= newest
+                    if tree_ptr is not None:
+                        shown = sees_new(tree[None, :], (tile + i_n - newest)[:, None])
+                    s = tl.where(shown & (tile + i_n < end)[:, None], s, float("-inf"))
                 if window is not None:  # noqa: SIM102 - this is decided when compiling
                     if tile < oldest + Q_LEN - 1:
                         s = tl.where(place >= oldest, s, float("-inf"))

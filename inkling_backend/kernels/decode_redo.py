@@ -30,7 +30,7 @@ from inkling_backend.kernels.decode import (
 )
 from inkling_backend.kernels.launch import early, wait_for_previous
 from inkling_backend.kernels.plan import load_record
-from inkling_backend.kernels.query_rows import query_offset, query_rows
+from inkling_backend.kernels.query_rows import query_offset, query_rows, tree_words
 
 
 @triton.jit(do_not_specialize=["window"])
@@ -46,6 +46,7 @@ def _decode_redo_kernel(
     v_global_ptr,
     page_table_ptr,
     seq_lens_ptr,
+    tree_ptr,
     sizes_ptr,
     work_ptr,
     partial_ptr,
@@ -112,6 +113,9 @@ def _decode_redo_kernel(
                 oldest = None
                 if window is not None:
                     oldest = newest - window
+                tree = None
+                if tree_ptr is not None:
+                    tree = tree_words(tree_ptr, request, token, m_m, Q_LEN)
                 acc, top, total = attend_split(
                     q,
                     k_ptr,
@@ -125,6 +129,7 @@ def _decode_redo_kernel(
                     newest,
                     oldest,
                     token,
+                    tree,
                     scale_log2,
                     softcap_log2,
                     Q_LEN=Q_LEN,

@@ -31,6 +31,15 @@ def query_rows(
 
 
 @triton.jit
+def tree_words(tree_ptr, request, token, mask, Q_LEN: tl.constexpr):
+    """Words ``[M]`` of the query rows (`tile.sees_new`), as short as they can be."""
+    words = tl.load(tree_ptr + request.to(tl.int64) * Q_LEN + token, mask=mask, other=0)
+    if Q_LEN <= 32:
+        words = words.to(tl.int32)
+    return words
+
+
+@triton.jit
 def query_offset(
     request,
     head,

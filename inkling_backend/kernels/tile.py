@@ -66,6 +66,18 @@ def tile_slots(table_ptr, start, end, PAGE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def sees_new(words, index):
+    """Whether rows of these words (bit j: sees the new token j) see a new token; all see old ones.
+
+    Args:
+        words: int32 or int64; index: of the new token, negative for older ones. They broadcast.
+    """
+    last: tl.constexpr = words.dtype.primitive_bitwidth - 1
+    shift = tl.minimum(tl.maximum(index, 0), last).to(words.dtype)
+    return (index < 0) | (((words >> shift) & 1) != 0)
+
+
+@triton.jit
 def raw_logits(q, k):
     """``q @ k^T`` in float32, without any scale. q ``[M, D]``, k ``[N, D]`` -> ``[M, N]``.
 

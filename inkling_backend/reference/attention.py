@@ -25,6 +25,7 @@ def attend(
     *,
     layer: LayerAttention,
     out: torch.Tensor,
+    tree: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of ragged queries over the cached tokens of their requests.
 
@@ -40,6 +41,8 @@ def attend(
         qo_indptr: ``[B + 1]`` integer; request b has the query rows ``qo_indptr[b:b + 2]``.
         layer: scale, window, soft-cap, causality and sinks.
         out: ``[T, query heads, Dv]``, any float dtype; every row of a request is written.
+        tree: ``[T]`` int64, which of its request's new tokens a row sees: bit j the j-th. Instead
+            of causality among them; at most 64.
 
     Returns:
         ``out``.
@@ -60,12 +63,17 @@ def attend(
         slots = page_table[b, positions // page].long() * page + positions % page
         index = scale_index(cache.layout, slots)
         k, v = read_rows(slots, cache, "k", index), read_rows(slots, cache, "v", index)
-        out[first:last] = _attend_one(q[first:last], k, v, layer)
+        words = None if tree is None else tree[first:last]
+        out[first:last] = _attend_one(q[first:last], k, v, layer, words)
     return out
 
 
 def _attend_one(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerAttention
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layer: LayerAttention,
+    tree: torch.Tensor | None,
 ) -> torch.Tensor:
     """``[n, Hq, Dk]`` scaled, ``[L, Hkv, Dk]``, ``[L, Hkv, Dv]`` -> ``[n, Hq, Dv]``, float32."""
     n, num_q_heads, dk = q.shape
@@ -89,12 +97,17 @@ def _attend_one(
         stop = min(n, start + _TILE - position % _TILE)
         # The same for every row of the tile, also where it is cut by a chunk.
         oldest = max(0, position // _TILE * _TILE - window)
-        seen = slice(oldest, length - n + stop if layer.causal else length)
+        causal = layer.causal and tree is None
+        seen = slice(oldest, length - n + stop if causal else length)
         rows = torch.arange(start, stop, device=q.device) + (length - n)
         columns = torch.arange(seen.start, seen.stop, device=q.device)
         hidden = columns < rows[:, None] - window  # [rows, seen]
-        if layer.causal:
+        if causal:
             hidden |= columns > rows[:, None]
+        if tree is not None:
+            new = columns - (length - n)
+            shown = tree[start:stop, None] >> new.clamp(0, 63) & 1
+            hidden |= (new >= 0) & (shown == 0)
         scores = (q[:, start:stop].flatten(1, 2) @ k[..., seen]).unflatten(1, (-1, group))
         p = _probabilities(scores, hidden, layer)
         part = (p.flatten(1, 2) @ clean[:, seen]).unflatten(1, (-1, group))

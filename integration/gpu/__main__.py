@@ -12,6 +12,7 @@ from itertools import chain
 from pathlib import Path
 
 from integration.gpu import report
+from integration.gpu.drafts import run_drafts
 from integration.gpu.engines import run_engines
 from integration.gpu.fuzz import run_fuzz
 from integration.gpu.parallel import run_parallel
@@ -24,7 +25,7 @@ from integration.model import DEFAULT_OUT, prepare
 
 REPORTS = ROOT / "integration" / "reports"
 FAULTS = {"fuzz", "soak", "sanitizer"}
-PARTS = ("suite", "engine", *sorted(FAULTS))
+PARTS = ("suite", "engine", "drafts", *sorted(FAULTS))
 SECONDS = 60.0
 
 
@@ -42,6 +43,7 @@ def _chosen(args: argparse.Namespace) -> set[str]:
     asked = {
         "suite": not args.skip_suite,
         "engine": not args.skip_engine,
+        "drafts": not args.skip_engine,
         "fuzz": args.fuzz,
         "soak": args.soak,
         "sanitizer": args.sanitizer,
@@ -85,13 +87,16 @@ def main() -> int:
     print(f"{report.host()}, logs in {logs}", flush=True)
     parts: list[Iterator[Case]] = []
     engines: Iterator[Case] = iter(())
-    if "engine" in chosen:
+    if chosen & {"engine", "drafts"}:
         model = prepare(args.model, args.gguf)
         print(f"[{time.monotonic() - start:4.0f} s] model in {model}", flush=True)
+    if "engine" in chosen:
         engines = run_engines(model, logs)  # starts them, beside the suite
     if "suite" in chosen:
         parts.append(run_suite(logs))
     parts.append(engines)
+    if "drafts" in chosen:
+        parts.append(run_drafts(model, logs))
     if "parallel" in chosen:
         parts.append(run_parallel(logs))
     if "fuzz" in chosen:

@@ -227,11 +227,15 @@ def test_wrong_calls_are_named(implementation: str, device: torch.device) -> Non
     plan = runner.plan_decode(table, rows, lens, 1)
     query, out = world.queries(1), world.empty_out(1)
     indptr = torch.tensor([0, 1], device=device)
+    over_tree = runner.plan_decode(table, rows, lens, 1, tree=torch.ones_like(lens)[:, None].long())
     of_another_model = replace(PLAIN, sinks=torch.zeros(3))
     wrong = [
         ("rows", lambda: runner.plan_decode(table, rows, lens, 3)),
         ("rows", lambda: runner.plan_decode(table, rows, lens, 2)),
         ("rows", lambda: runner.plan_decode(table, rows.float(), lens, 1)),
+        ("tree", lambda: runner.plan_decode(table, rows, lens, 1, tree=lens[None].repeat(1, 2))),
+        ("tree", lambda: runner.plan_decode(table, rows, lens, 1, tree=lens[None].int())),
+        ("layer", lambda: runner.run(over_tree, query, world.cache, out, replace(PLAIN, window=8))),
         ("slot_table", lambda: runner.plan_decode(table.long(), rows, lens, 1)),
         ("slot_table", lambda: runner.plan_decode(table[:, :64], rows, lens, 1)),
         ("qo_indptr", lambda: runner.plan_extend(table, rows, lens, lens, [1], [1])),
@@ -246,6 +250,23 @@ def test_wrong_calls_are_named(implementation: str, device: torch.device) -> Non
     for name, call in wrong:
         with pytest.raises(InvalidTensorError, match=f"^{name}:"):
             call()
+
+
+@pytest.mark.parametrize("tree", [None, [0b1, 0b11, 0b101]])
+def test_several_tokens(tree: list[int] | None, implementation: str, device: torch.device) -> None:
+    """A chain, or what words say, which may change in place."""
+    world = make_world([70, 9], device, k="mxfp8")
+    runner, query, out = world.runner(max_q_len=3), world.queries(6), world.empty_out(6)
+    words = None if tree is None else torch.tensor([tree, [0b1, 0b11, 0b111]], device=device)
+    plan = runner.plan_decode(world.slot_table, world.rows, world.seq_lens, 2, 3, tree=words)
+    for _ in range(2):
+        runner.run(plan, query, world.cache, out, PLAIN)
+        for b in range(2):
+            rows = slice(3 * b, 3 * b + 3)
+            row = None if words is None else words[b]
+            assert_as_accurate(out[rows], world, b, query.dequantize()[rows], tree=row)
+        if words is not None:
+            words.copy_(words.flip(0))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs exist on a GPU only")

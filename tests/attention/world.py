@@ -65,13 +65,16 @@ class World:
         shape = (num, self.num_q_heads, self.layout.v_head_dim)
         return torch.full(shape, torch.nan, dtype=self.dtype, device=self.device)
 
-    def runner(self, *, max_batch: int = 16, quantize_query: bool = False) -> AttentionRunner:
+    def runner(
+        self, *, max_batch: int = 16, quantize_query: bool = False, max_q_len: int = 1
+    ) -> AttentionRunner:
         spec = AttentionSpec(self.num_q_heads, self.layout, self.dtype, quantize_query)
         return AttentionRunner(
             spec,
             max_batch=max_batch,
             max_context=self.max_context,
             max_tokens=self.cache.num_pages * self.layout.page_size,
+            max_q_len=max_q_len,
             device=self.device,
         )
 
@@ -131,12 +134,14 @@ def attend_exactly(
     q: torch.Tensor,
     layer: LayerAttention = PLAIN,
     *,
+    tree: torch.Tensor | None = None,
     like_kernel: bool = False,
 ) -> torch.Tensor:
     """Attention of the last rows of one request.
 
     Args:
         q: ``[n, Hq, Dk]``, dequantized.
+        tree: ``[n]``, as in `AttentionRunner.plan_decode`.
         like_kernel: not exactly, but with the roundings that a kernel may make: float32 logits
             and sums, probabilities and the result in 16 bits.
 
@@ -156,6 +161,9 @@ def attend_exactly(
         logits = layer.softcap * torch.tanh(logits / layer.softcap)
     distance = (torch.arange(n) + length - n)[:, None] - torch.arange(length)
     hidden = distance < 0 if layer.causal else distance < -length
+    if tree is not None:
+        new = torch.arange(length) - (length - n)
+        hidden = (new >= 0) & ((tree.cpu()[:, None] >> new.clamp(min=0) & 1) == 0)
     if layer.window is not None:
         hidden |= distance > layer.window
     logits = logits.masked_fill(hidden, -torch.inf)
@@ -179,10 +187,11 @@ def assert_as_accurate(
     request: int,
     q: torch.Tensor,
     layer: LayerAttention = PLAIN,
+    tree: torch.Tensor | None = None,
 ) -> None:
     """At most twice the error of a same-precision run, plus half a unit of the largest output."""
-    exact = attend_exactly(world, request, q, layer)
-    rounded = attend_exactly(world, request, q, layer, like_kernel=True)
+    exact = attend_exactly(world, request, q, layer, tree=tree)
+    rounded = attend_exactly(world, request, q, layer, tree=tree, like_kernel=True)
     allowed = 2 * (rounded - exact).abs().max()
     allowed += torch.finfo(world.dtype).eps / 2 * exact.abs().max()
     error = (got.cpu().double() - exact).abs().max()

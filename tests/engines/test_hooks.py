@@ -46,6 +46,8 @@ def _engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "model_traits", lambda model: [])
     monkeypatch.setattr(versions, "runs_on_cpu", lambda: True)
     monkeypatch.setattr(versions, "has_host_pools", lambda: True)
+    monkeypatch.setattr(versions, "verified_tokens", lambda: 1)
+    monkeypatch.setattr(versions, "draft_of", lambda kvc: None)
     monkeypatch.setattr(patches, "verify", lambda: None)
 
 
@@ -60,6 +62,12 @@ def test_defaults() -> None:
     assert prepare(args) == [args]
     assert (args.kv_cache_dtype, args.page_size) == ("mxfp8", 128)
     assert not hasattr(args, "disable_hybrid_swa_memory"), "left to the engine and the user"
+
+
+def test_drafts_are_chains() -> None:
+    args = Args(speculative_algorithm="EAGLE3")
+    prepare(args)
+    assert (args.speculative_eagle_topk, args.speculative_num_draft_tokens) == (1, 4)
 
 
 def test_models_with_windows_alone_have_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +127,7 @@ def test_other_backends_are_left_alone() -> None:
 
 def test_refusal_carries_every_reason() -> None:
     with pytest.raises(UnsupportedError) as error:
-        prepare(Args(page_size=1, enable_lmcache=True, speculative_algorithm="EAGLE"))
+        prepare(Args(page_size=1, enable_lmcache=True, speculative_algorithm="DFLASH"))
     assert len(error.value.reasons) == 3
 
 
@@ -201,19 +209,19 @@ def test_workspace_is_kept_out_of_the_pool(monkeypatch: pytest.MonkeyPatch) -> N
         model_dtype=torch.bfloat16,
         is_hybrid_swa=False,
     )
-    small = sizing.workspace_bytes(kvc, layout)
+    small = sizing.workspace_bytes(kvc, layout, kvc.model_config)
     requests.max_running_requests = 64
-    large = sizing.workspace_bytes(kvc, layout)
+    large = sizing.workspace_bytes(kvc, layout, kvc.model_config)
     assert 0 < small < large
     kvc.is_hybrid_swa = True
     second_tables = 2 * 65 * 4096 // 128 * 4
-    assert sizing.workspace_bytes(kvc, layout) == large + second_tables
+    assert sizing.workspace_bytes(kvc, layout, kvc.model_config) == large + second_tables
     kvc.is_hybrid_swa = False
     monkeypatch.setenv("INKLING_EXTEND", "flashinfer")
     copies = 4096 * 2 * (64 + 64) * 2
-    assert sizing.workspace_bytes(kvc, layout) > large + copies
+    assert sizing.workspace_bytes(kvc, layout, kvc.model_config) > large + copies
     kvc.device = "cpu"
-    assert sizing.workspace_bytes(kvc, layout) == 0
+    assert sizing.workspace_bytes(kvc, layout, kvc.model_config) == 0
 
 
 def test_workspace_of_layers_with_recipes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +241,7 @@ def test_workspace_of_layers_with_recipes_of_their_own(monkeypatch: pytest.Monke
         requests = SimpleNamespace(max_running_requests=8)
         served = construct(Flags(**flags), lambda: requests)
         monkeypatch.setattr(versions, "active_server_args", lambda: served)
-        return sizing.workspace_bytes(kvc, layout)
+        return sizing.workspace_bytes(kvc, layout, kvc.model_config)
 
     plain = reserved()
     # The exact kernel, which all recipes have on SM80, splits them alike: nothing is there twice.
@@ -289,8 +297,9 @@ def test_sizes_of_each_pool(
     )
     monkeypatch.setitem(sys.modules, "inkling_backend.engines.sglang.pool", pool)
     monkeypatch.setattr(versions, "active_attention_backends", lambda: (backend, backend))
-    monkeypatch.setattr(sizing, "workspace_bytes", lambda kvc, layout: 7)
-    kvc = SimpleNamespace(kv_cache_dtype_str=dtype, model_config=None, page_size=128)
+    monkeypatch.setattr(sizing, "workspace_bytes", lambda *_: 7)
+    plain = SimpleNamespace(num_hidden_layers=0)
+    kvc = SimpleNamespace(kv_cache_dtype_str=dtype, model_config=plain, page_size=128)
     cell = sizing.cell_size(lambda *_: 1000, SimpleNamespace(), kvc, 4)
     assert cell == (4 * 132 if own else 1000)
     # The second of two ranks: layers 4 to 7.

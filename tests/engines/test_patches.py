@@ -81,6 +81,14 @@ USED = (
     ("sglang.srt.model_executor.forward_batch_info", "ForwardBatch.extend_seq_lens_cpu"),
     ("sglang.srt.model_executor.forward_batch_info", "ForwardMode.is_target_verify"),
     ("sglang.srt.model_executor.forward_batch_info", "ForwardMode.is_draft_extend_v2"),
+    ("sglang.srt.layers.attention.base_attn_backend", "AttentionBackend.verify_mask"),
+    (
+        "sglang.srt.layers.attention.base_attn_backend",
+        "AttentionBackend.update_verify_buffers_to_fill_after_draft",
+    ),
+    ("sglang.srt.layers.attention.verify_mask", "maybe_create_verify_mask"),
+    ("sglang.srt.mem_cache.memory_pool", "MHATokenToKVPool._init_kv_copy_and_warmup"),
+    ("sglang.srt.model_executor.pool_configurator", "DefaultPoolConfigurator.__init__"),
     ("sglang.srt.plugins.hook_registry", "HookRegistry._patched"),
     ("sglang.srt.plugins.hook_registry", "HookRegistry.register"),
     ("sglang.srt.runtime_context", "get_context"),
@@ -188,6 +196,8 @@ def test_parameters_of_hooked_functions(tree: Path) -> None:
         "_build_mha_kv_pool": ["self"],
         "_build_hybrid_swa_kv_pool": ["self"],
         "configure_kv_cache_dtype": [],
+        "create_decode_backend": ["self"],
+        "create_draft_extend_backend": ["self"],
     }
     if _is_new(tree):
         expected["build_kv_host_pool"] = []

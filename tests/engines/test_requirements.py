@@ -124,7 +124,13 @@ def test_cpu_is_supported() -> None:
         ({"page_size": 16}, "page size 16 128"),
         ({"page_size": 1}, "page size 1 "),
         ({"kv_cache_dtype": "fp8_e4m3"}, "fp8_e4m3 mxfp8 nvfp4 fp4_mx_block16 bf16"),
-        ({"speculative_algorithm": "EAGLE"}, "speculative"),
+        ({"speculative_algorithm": "dflash"}, "--speculative-algorithm"),
+        ({"speculative_eagle_topk": 4}, "--speculative-eagle-topk"),
+        ({"enable_multi_layer_eagle": True}, "--enable-multi-layer-eagle"),
+        ({"speculative_adaptive": True}, "--speculative-adaptive"),
+        ({"speculative_draft_attention_backend": "fa3"}, "--speculative-draft-attention-backend"),
+        ({"speculative_draft_kv_cache_dtype": "bf16"}, "--speculative-draft-kv-cache-dtype"),
+        ({"speculative_draft_window_size": 512}, "--speculative-draft-window-size"),
         ({"hicache_storage_backend": "file"}, "--hicache-storage-backend"),
         ({"enable_lmcache": True}, "LMCache"),
         ({"disaggregation_mode": "decode"}, "disaggregation"),
@@ -244,7 +250,7 @@ def test_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_all_reasons_at_once() -> None:
     found = reasons(
-        arguments(page_size=16, enable_lmcache=True, speculative_algorithm="EAGLE"),
+        arguments(page_size=16, enable_lmcache=True, speculative_algorithm="DFLASH"),
         Flags("kvfp4"),
         ("inkling", "triton"),
         model(is_encoder_decoder=True, head_dim=72, v_head_dim=72),

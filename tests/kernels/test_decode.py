@@ -63,6 +63,7 @@ def run_decode(
     rule: SplitRule | None = None,
     layer: LayerAttention = PLAIN,
     q_len: int = 1,
+    tree: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Plans and attends in buffers full of NaN; ``[B, Hq, Dv]`` in the order asked for.
 
@@ -72,6 +73,7 @@ def run_decode(
     model = (world.layout, world.group, q_len, world.dtype)
     fast = chosen is decode_fast and config_for(*model, (9, 0))
     call = make_call(world, query, order, rule or (CHUNKED if fast else RULE), layer, q_len)
+    call = call._replace(tree=tree)
     (decode_fast if fast else decode)(call)
     merge(call)
     assert call.partial.failures.item() == 0

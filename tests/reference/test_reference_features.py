@@ -90,3 +90,20 @@ def test_sinks_that_are_not_finite() -> None:
     torch.testing.assert_close(out[:, 0], run(world, query, [40], PLAIN)[:, 0])
     assert out[:, 1:3].isnan().all()
     assert out[:, 3].isfinite().all()
+
+
+def test_new_tokens_see_what_their_words_say() -> None:
+    """As of a tree: the third of a request's five does not see the second."""
+    lens = [5, 70]
+    world = make_world(lens, CPU, k="nvfp4")
+    query = world.queries(10)
+    tree = torch.tensor([0b1, 0b11, 0b101, 0b1011, 0b10101] * 2)
+    out = torch.full((10, world.num_q_heads, world.layout.v_head_dim), torch.nan)
+    bounds = torch.tensor([0, 5, 10])
+    pages = (world.page_table, world.seq_lens)
+    attend(query, world.cache, *pages, bounds, layer=PLAIN, out=out, tree=tree)
+    for b in range(2):
+        rows = slice(5 * b, 5 * b + 5)
+        want = attend_exactly(world, b, query.dequantize()[rows], tree=tree[rows])
+        assert torch.allclose(out[rows].double(), want, atol=1e-5)
+    assert not torch.allclose(out, run(world, query, [5, 5], PLAIN), atol=1e-3)

@@ -32,6 +32,7 @@ from inkling_backend.engines.sglang.requirements import (
     sink_reason,
     takes_whole_prompts,
 )
+from inkling_backend.engines.sglang.speculation import tree_words
 from inkling_backend.errors import UnsupportedError
 from inkling_backend.formats import Query
 
@@ -57,11 +58,14 @@ class InklingAttnBackend(AttentionBackend):
         layers = [m for m in model_runner.model.modules() if isinstance(m, RadixAttention)]
         arguments = versions.active_server_args()
         flags = flags_of(arguments)
+        several = versions.verified_tokens()
         reasons = layer_reasons(
             layers,
             self.layout,
             num_q_heads,
             whole_prompts=takes_whole_prompts(arguments),
+            verifies=several > 1,
+            trees=versions.verifies_trees(),
             centers=flags.centers_keys,
             window_slots=self.pools.layers_with_window_slots(layers),
             kept_window=model_runner.sliding_window_size,
@@ -89,6 +93,7 @@ class InklingAttnBackend(AttentionBackend):
             max_batch=rows,
             max_context=max_context,
             max_tokens=self.pools.size.tokens,
+            max_q_len=several,
             maps_slots=self.pools.window_size is not None,
             device=self.device,
             fa4=versions.fa4() if env.asks_for_fa4() else None,
@@ -106,10 +111,19 @@ class InklingAttnBackend(AttentionBackend):
             self._centers = Centers(
                 model_runner.token_to_kv_pool, model_runner.token_to_kv_pool_allocator
             )
+        drafts = bool(model_runner.is_draft_worker)
+        self._verify_mask = None
+        # Of drafted trees; where a captured graph finds the words of the batch.
+        self._tree: torch.Tensor | None = None
+        if versions.verifies_trees():
+            self._tree = torch.zeros(rows, several, dtype=torch.int64, device=self.device)
+        if several > 1 and not drafts:
+            self._verify_mask = versions.unread_verify_mask(rows, several, self.device)
         if versions.is_first_rank():
             facts = self._facts()
-            self._log_start(layers, facts)
-            metrics.report(facts)
+            self._log_start(layers, facts, "draft model, " if drafts else "")
+            if not drafts:
+                metrics.report(facts)
 
     def _facts(self) -> metrics.CacheFacts:
         spec, windows = self.runner.spec, self.pools.window_size
@@ -134,11 +148,12 @@ class InklingAttnBackend(AttentionBackend):
         (size, layers), *others = counts
         return ", ".join([f"{layers} layers of {size}", *(f"{n} of {b}" for b, n in others)])
 
-    def _log_start(self, layers: list[Any], facts: metrics.CacheFacts) -> None:
+    def _log_start(self, layers: list[Any], facts: metrics.CacheFacts, whose: str) -> None:
         layout = self.layout
         logger.info(
-            "inkling: KV cache recipe %s, %d bytes per token (%s), %d tokens in the "
+            "inkling: %sKV cache recipe %s, %d bytes per token (%s), %d tokens in the "
             "pool, %.2fx the tokens of BF16, %s on %s, queries in %s%s%s, workspace %.1f MiB",
+            whose,
             facts.recipe,
             facts.bytes_per_token,
             self._sizes(),
@@ -182,13 +197,13 @@ class InklingAttnBackend(AttentionBackend):
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Plan one eager forward."""
         mode = forward_batch.forward_mode
-        self._refuse_speculative(mode)
         if self._centers is not None:
             self._centers.begin()
         if mode.is_idle() or forward_batch.batch_size == 0:
             self._take(None)
-        elif mode.is_decode():
-            self._plan_decode(forward_batch)
+        elif mode.is_decode() or mode.is_target_verify() or mode.is_draft_extend_v2():
+            self._take_tree(forward_batch)
+            self.plan_decode(forward_batch)
         else:
             new, total = _host_lengths(forward_batch)
             if self._centers is not None:
@@ -213,14 +228,25 @@ class InklingAttnBackend(AttentionBackend):
             )
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Nothing to do outside the graph: planning is captured."""
-        self._refuse_speculative(forward_batch.forward_mode)
+        """Planning is captured; what the graph cannot find by itself are drafted trees."""
+        if not in_capture:
+            self._take_tree(forward_batch)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """Plan decode from the graph's static request rows and lengths; recorded and replayed."""
+        """Plan from the graph's static request rows and lengths; recorded and replayed."""
         if self._centers is not None:
             self._centers.begin()
-        self._plan_decode(forward_batch)
+        self.plan_decode(forward_batch)
+
+    @property
+    def verify_mask(self) -> Any:
+        """Where the engine writes which drafted tokens see which: nobody reads it, of a chain."""
+        return self._verify_mask
+
+    def update_verify_buffers_to_fill_after_draft(
+        self, spec_info: Any, cuda_graph_bs: int | None
+    ) -> None:
+        """Nothing to do: no plan depends on what was drafted."""
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Length of the rows that pad a graph: one token of the engine's padding request."""
@@ -230,15 +256,40 @@ class InklingAttnBackend(AttentionBackend):
         """Same as for CUDA graphs."""
         return 1
 
-    def _plan_decode(self, forward_batch: Any) -> None:
+    def plan_decode(self, forward_batch: Any, ahead: int = 0) -> None:
+        """Plan the same number of new tokens for each request: one, or those that are verified.
+
+        Args:
+            ahead: tokens of a draft, the new one included, that the batch's lengths do not count.
+        """
+        mode, lengths, q_len = forward_batch.forward_mode, forward_batch.seq_lens, 1
+        tree = None
+        if mode.is_target_verify():  # whose lengths count no drafted token
+            q_len = ahead = self.runner.max_q_len
+            tree = None if self._tree is None else self._tree[: forward_batch.batch_size]
+        elif mode.is_draft_extend_v2():
+            q_len = self.runner.max_q_len
         plan = self.runner.plan_decode(
             self.req_to_token,
             forward_batch.req_pool_indices,
-            forward_batch.seq_lens,
+            lengths + ahead if ahead else lengths,
             forward_batch.batch_size,
+            q_len,
             slot_map=self.pools.slot_map,
+            tree=tree,
         )
         self._take(plan)
+
+    def _take_tree(self, forward_batch: Any) -> None:
+        if self._tree is None or not forward_batch.forward_mode.is_target_verify():
+            return
+        batch = forward_batch.batch_size
+        self._tree[:batch] = tree_words(
+            forward_batch.spec_info.custom_mask,
+            forward_batch.seq_lens[:batch],
+            self.runner.max_q_len,
+            whole=self.device.type != "cpu",  # the engine's choice
+        )
 
     def _take(self, plan: Any) -> None:
         self._mapped_slots = None
@@ -259,11 +310,6 @@ class InklingAttnBackend(AttentionBackend):
             assert slot_map is not None
             self._mapped_slots = slots, slot_map[slots]
         return self._mapped_slots[1]
-
-    @staticmethod
-    def _refuse_speculative(mode: Any) -> None:
-        if mode.is_target_verify() or mode.is_draft_extend_v2():
-            raise UnsupportedError("this batch", ["speculative decoding is not supported"])
 
     # Attention
 

@@ -27,6 +27,7 @@ from inkling_backend.engines.sglang.requirements import (
     flag_reasons,
     uses_backend,
 )
+from inkling_backend.engines.sglang.speculation import chain_defaults, not_drafted_reasons
 from inkling_backend.errors import UnsupportedError
 from inkling_backend.formats.layout import DEFAULT_PAGE_SIZE
 
@@ -89,6 +90,8 @@ def _prepare(server_args: Any, previous: Callable[[Any], None]) -> None:
         # The host pool has one layout and copies by itself, by page numbers on the host.
         host_tier = {"hicache_io_backend": "direct", "hicache_mem_layout": "layer_first"}
         versions.set_fields(server_args, **host_tier)
+    if chain := chain_defaults(view):
+        versions.set_fields(server_args, **chain)
     view = versions.view(server_args)
     model = versions.model_config(server_args)
     if getattr(model, "full_attention_layer_ids", None) == []:
@@ -141,6 +144,7 @@ def _confirm(server_args: Any, previous: Callable[[Any], None]) -> None:
         raise UnsupportedError(
             "this model", [f"the engine forces --kv-cache-dtype {view.kv_cache_dtype}"]
         )
+    _raise_if(not_drafted_reasons(view), "this model")
 
 
 # KV pool
@@ -190,6 +194,24 @@ def _build_kv_host_pool(original: Callable[..., Any], **kwargs: Any) -> Any:
     return build(**kwargs)
 
 
+def _draft_decode(original: Callable[..., Any], factory: Any) -> Any:
+    from inkling_backend.engines.sglang.backend import InklingAttnBackend
+
+    backend = factory.draft_model_runner.attn_backend
+    if not isinstance(backend, InklingAttnBackend) or factory.speculative_num_steps <= 1:
+        return original(factory)
+    from inkling_backend.engines.sglang.draft import DraftSteps
+
+    return DraftSteps(backend, factory.speculative_num_steps)
+
+
+def _draft_extend(original: Callable[..., Any], factory: Any) -> Any:
+    from inkling_backend.engines.sglang.backend import InklingAttnBackend
+
+    backend = factory.draft_model_runner.attn_backend
+    return backend if isinstance(backend, InklingAttnBackend) else original(factory)
+
+
 def _get_last_loc(
     original: Callable[..., Any], req_to_token: Any, req_pool_indices: Any, prefix_lens: Any
 ) -> Any:
@@ -200,6 +222,7 @@ def _get_last_loc(
     return get_last_loc_torch(req_to_token, req_pool_indices, prefix_lens)
 
 
+_DRAFTS = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
 _SIZERS = "sglang.srt.model_executor.pool_configurator"
 _POOLS = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _ARGS = "sglang.srt.server_args.ServerArgs"
@@ -237,11 +260,20 @@ PATCHES: tuple[Patch, ...] = (
           "the class of the two pools of models with layers with a window"),
     Patch(f"{_SIZERS}.DefaultPoolConfigurator._compute_cell_size", "around", sizing.cell_size,
           "bytes per token of the pool, so that its size is right"),
+    Patch(f"{_SIZERS}.DefaultPoolConfigurator.__init__", "after", sizing.add_draft,
+          "bytes per token of the draft model's pool, which the engine takes for one of as many "
+          "heads as the target's"),
     Patch(f"{_SIZERS}.HybridSWAPoolConfigurator.__init__", "after", sizing.size_two_pools,
           "the same for two pools"),
     Patch(f"{_POOLS}._profile_available_bytes", "after", sizing.without_workspace,
           "keeps the runner's workspace, allocated after the pools, out of their share",
           until="the engine asks attention backends for their workspace"),
+    Patch(f"{_DRAFTS}.create_decode_backend", "around", _draft_decode,
+          "attention of the steps of a draft: the factory knows the engine's own backends only",
+          until="the factory asks the registry of backends"),
+    Patch(f"{_DRAFTS}.create_draft_extend_backend", "around", _draft_extend,
+          "attention of a draft model to what was verified: the same",
+          until="the factory asks the registry of backends"),
     Patch("sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler.build_kv_host_pool", "around",
           _build_kv_host_pool,
           "the host tier's pool: the engine's own would leave the scales behind", since="0.5.23"),

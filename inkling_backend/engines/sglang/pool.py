@@ -138,6 +138,10 @@ class InklingKVPool(MHATokenToKVPool):
         with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE), custom_pool:
             return torch.zeros(*shape, **options)
 
+    def _init_kv_copy_and_warmup(self) -> None:
+        """The engine's copy of rows has nothing to do here: `move_kv_cache` copies scales, too."""
+        self._kv_copy_config = None
+
     def _clear_buffers(self) -> None:
         del self.pages, self.k_buffer, self.v_buffer
 

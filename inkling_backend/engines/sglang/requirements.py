@@ -15,7 +15,7 @@ import torch
 
 from inkling_backend import env
 from inkling_backend.attention import AttentionSpec, fa4, reasons_against
-from inkling_backend.engines.sglang import versions
+from inkling_backend.engines.sglang import speculation, versions
 from inkling_backend.engines.sglang.flags import (
     BACKEND,
     DEFAULT_KV_CACHE_DTYPE,
@@ -33,11 +33,41 @@ from inkling_backend.formats.layout import CacheLayout
 _OTHER = "use another attention backend"
 _NO_CENTER = "set --inkling-key-transform to rotate or none"
 _ONE_POOL = "set --disable-hybrid-swa-memory"
+_NO_DRAFT = "leave --speculative-algorithm out"
 _WHOLE = "set --chunked-prefill-size -1 and --disable-radix-cache"
+
+_SPECULATES = (*speculation.ALGORITHMS, speculation.NGRAM)
 
 # Field of the arguments, whether its value asks for the feature, what the feature is.
 _UNSUPPORTED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("speculative_algorithm", bool, "speculative decoding (--speculative-algorithm)"),
+    (
+        "speculative_algorithm",
+        lambda value: bool(value) and str(value).upper() not in _SPECULATES,
+        "speculation by other ways than EAGLE, EAGLE3, NEXTN, STANDALONE and NGRAM "
+        "(--speculative-algorithm)",
+    ),
+    (
+        "speculative_eagle_topk",
+        lambda value: (value or 1) > 1,
+        "drafting trees, with more than one candidate (--speculative-eagle-topk)",
+    ),
+    ("enable_multi_layer_eagle", bool, "a draft of several models (--enable-multi-layer-eagle)"),
+    ("speculative_adaptive", bool, "changing the length of drafts (--speculative-adaptive)"),
+    (
+        "speculative_draft_attention_backend",
+        lambda value: value not in (None, BACKEND),
+        "another backend for the draft model (--speculative-draft-attention-backend)",
+    ),
+    (
+        "speculative_draft_kv_cache_dtype",
+        bool,
+        "a recipe of its own for the draft model (--speculative-draft-kv-cache-dtype)",
+    ),
+    (
+        "speculative_draft_window_size",
+        bool,
+        "a window for the draft model (--speculative-draft-window-size)",
+    ),
     (
         "hicache_storage_backend",
         bool,
@@ -153,6 +183,7 @@ def argument_reasons(
         *layer_recipe_reasons(arguments, flags, model),
         *_feature_reasons(arguments),
         *_host_tier_reasons(arguments, model, host_tier_supported),
+        *speculation.speculation_reasons(arguments, backends, model),
     ]
 
 
@@ -314,6 +345,7 @@ def _attention_reasons(
             dtype=model.dtype,
             quantize_query=quantize_query,
             capability=capability,
+            q_len=speculation.verified_tokens(arguments),
         )
         reasons += [reason for reason in found if reason not in reasons]
     if not reasons and env.asks_for_fa4():
@@ -378,6 +410,8 @@ def layer_reasons(
     num_q_heads: int,
     *,
     whole_prompts: bool,
+    verifies: bool = False,
+    trees: bool = False,
     centers: bool = False,
     window_slots: Collection[int] = (),
     kept_window: int | None = None,
@@ -389,6 +423,8 @@ def layer_reasons(
         layout: geometry of the cache.
         num_q_heads: query heads that the attention runner was built for.
         whole_prompts: of `takes_whole_prompts`.
+        verifies: whether several tokens of a request are verified at once.
+        trees: whether they are trees.
         centers: whether keys are centered, which shifts the logits of a row alike.
         window_slots: numbers of the layers whose pages lie in a pool for windows.
         kept_window: tokens before the newest one whose pages that pool keeps.
@@ -407,6 +443,10 @@ def layer_reasons(
             note("cross attention")
         if attention_kind(layer) != "decoder" and not whole_prompts:
             note(f"{attention_kind(layer)} (bidirectional) attention to part of a prompt", _WHOLE)
+        if attention_kind(layer) != "decoder" and verifies:
+            note(f"{attention_kind(layer)} (bidirectional) attention to drafts", _NO_DRAFT)
+        if window_of(layer) is not None and trees:
+            note("a sliding window over trees, whose tokens lie elsewhere than stored", _NO_DRAFT)
         if layer.use_irope:
             note("chunked local attention (iRoPE)")
         if layer.xai_temperature_len > 0:

@@ -49,6 +49,24 @@ def _others(layout: CacheLayout) -> dict[int, CacheLayout]:
     return {layer: layout.with_recipe(recipe) for layer, recipe in own.items()}
 
 
+def add_draft(result: None, sizer: Any, kvc: Any) -> None:
+    """Count a token of the draft model's pool beside the target's, by its own heads and layers."""
+    layout, own = _layout(kvc)
+    draft = versions.draft_of(kvc) if layout is not None and own else None
+    if draft is None:
+        return
+    config, layers = draft
+    sizer._cell_size = sizer._compute_cell_size(kvc, kvc.layer_info.num_effective_layers)
+    sizer._cell_size += _draft_layout(kvc, config).bytes_per_token * layers
+
+
+def _draft_layout(kvc: Any, config: Any) -> CacheLayout:
+    from inkling_backend.engines.sglang.pool import engine_recipe, layout_of, recipe_of
+
+    name = kvc.kv_cache_dtype_str
+    return layout_of(recipe_of(name) or engine_recipe(name), config, kvc.page_size)
+
+
 def size_two_pools(result: None, sizer: Any, kvc: Any) -> None:
     """Bytes of a token in a layer of each of two pools."""
     layout, own = _layout(kvc)
@@ -61,14 +79,21 @@ def without_workspace(available: int, kvc: Any, pre_model_load_memory: Any) -> i
     layout, _ = _layout(kvc)
     if layout is None:
         return available
-    reserved = workspace_bytes(kvc, layout)
-    if flags_of(versions.active_server_args()).centers_keys:
-        reserved += layout.center_bytes * kvc.model_config.num_hidden_layers
+    centers = flags_of(versions.active_server_args()).centers_keys
+    runners = [(kvc.model_config, layout, kvc.model_config.num_hidden_layers)]
+    draft = versions.draft_of(kvc)
+    if draft is not None:
+        config, layers = draft
+        runners.append((config, _draft_layout(kvc, config), layers))
+    reserved = 0
+    for config, geometry, layers in runners:
+        reserved += workspace_bytes(kvc, geometry, config)
+        reserved += geometry.center_bytes * layers if centers else 0
     return max(0, available - reserved)
 
 
-def workspace_bytes(kvc: Any, layout: CacheLayout) -> int:
-    """Upper bound of what the attention runner allocates beside the pools."""
+def workspace_bytes(kvc: Any, layout: CacheLayout, model: Any) -> int:
+    """Upper bound of what the attention runner of a model allocates beside the pools."""
     if kvc.device != "cuda":
         return 0
     import torch
@@ -77,7 +102,7 @@ def workspace_bytes(kvc: Any, layout: CacheLayout) -> int:
     from inkling_backend.attention.triton_path import TritonPath
     from inkling_backend.kernels.arch import capability_of
 
-    heads = kvc.model_config.num_attention_heads // versions.active_attention_tp_size()
+    heads = model.num_attention_heads // versions.active_attention_tp_size()
     spec = AttentionSpec(heads, layout, kvc.model_dtype, quantize_query=False)
     layouts = dict.fromkeys([layout, *_others(layout).values()])
     requests = versions.active_server_args().max_running_requests or _MOST_REQUESTS
@@ -86,7 +111,8 @@ def workspace_bytes(kvc: Any, layout: CacheLayout) -> int:
     reserved, first = 0, None
     for each in layouts:
         path = TritonPath(
-            *(replace(spec, layout=each), requests + 1, context, 1, torch.device("meta")),
+            *(replace(spec, layout=each), requests + 1, context),
+            *(versions.verified_tokens(), torch.device("meta")),
             capability=capability,
             flashinfer=flashinfer,
             maps_slots=bool(kvc.is_hybrid_swa),

@@ -174,6 +174,60 @@ def active_server_args() -> Any:
     return get_context().server_args
 
 
+def verified_tokens() -> int:
+    """Tokens of a request that this scheduler process verifies at once; 1 without speculation."""
+    from sglang.srt.runtime_context import get_spec
+
+    spec = get_spec()
+    return int(spec.speculative_num_draft_tokens) if spec.speculative_algorithm else 1
+
+
+def verifies_trees() -> bool:
+    """Whether what this scheduler process verifies are trees: drafts of n-grams."""
+    from sglang.srt.runtime_context import get_spec
+
+    return str(get_spec().speculative_algorithm).upper() == "NGRAM"
+
+
+def unread_verify_mask(max_batch: int, tokens: int, device: Any) -> Any:
+    """Room for the engine's mask of drafted tokens, the smallest that it can fill."""
+    from sglang.srt.layers.attention.verify_mask import maybe_create_verify_mask
+
+    return maybe_create_verify_mask(
+        is_draft_runner=False,
+        skip_prefill=False,
+        max_bs=max_batch,
+        max_context_len=0,
+        num_draft_tokens=tokens,
+        device=device,
+        is_read=False,
+    )
+
+
+def draft_of(kvc: Any) -> tuple[Any, int] | None:
+    """Configuration of the draft model of a ``KVCacheConfigurator``, and its layers with a cache.
+
+    None without a draft model, or where the runner is its own.
+    """
+    algorithm, layers = kvc.spec_algorithm, kvc.spec_aux_config.eagle_draft_num_layers
+    drafts = algorithm.is_eagle() or algorithm.is_standalone()
+    if kvc.is_draft_worker or not drafts or not layers:
+        return None
+    known = getattr(kvc.spec_aux_config, "draft_model_config", None)
+    if known is not None:
+        return known, int(layers)
+    from sglang.srt.configs.model_config import ModelConfig
+
+    arguments = kvc.server_args
+    path, revision = (
+        getattr(arguments, f"speculative_draft_model_{name}") for name in ("path", "revision")
+    )
+    config = ModelConfig.from_server_args(
+        arguments, model_path=path, model_revision=revision, is_draft_model=True
+    )
+    return config, int(layers)
+
+
 def set_bytes_per_token(sizer: Any, layer_bytes: int) -> None:
     """Let a ``HybridSWAPoolConfigurator`` count so many bytes of a token in each layer."""
     sizer._full_per_token = sizer._swa_per_token = layer_bytes
