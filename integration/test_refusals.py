@@ -66,6 +66,23 @@ CASES: dict[str, tuple[str, str | None, Mapping[str, object], tuple[str, ...]]] 
         {"kv_cache_dtype": "fp8_e4m3"},
         ("fp8_e4m3", "mxfp8", "nvfp4", "fp4_mx_block16", "bf16"),
     ),
+    "drafting trees": (
+        "llama",
+        "mxfp8",
+        {
+            "speculative_algorithm": "EAGLE",
+            "speculative_num_steps": 3,
+            "speculative_eagle_topk": 4,
+            "speculative_num_draft_tokens": 8,
+        },
+        ("--speculative-eagle-topk",),
+    ),
+    "broad trees of n-grams": (
+        "llama",
+        "mxfp8",
+        {"speculative_algorithm": "NGRAM"},
+        ("--speculative-ngram-max-bfs-breadth 10", "set it to 1"),
+    ),
     "only for prefill": (
         "llama",
         None,

@@ -16,6 +16,7 @@ from integration.compare import disagreements, generate
 from integration.draft_ops import draft_ops
 from integration.drafting import gaps, speculate
 from integration.engine import RealEngine
+from integration.gpu.parallel import CPU_ENV
 from integration.launch import has_gpu, options
 from integration.probe import Probe
 from integration.test_generation import FIXED_BYTES, PROMPTS
@@ -147,3 +148,18 @@ def test_draft_heads_of_another_shape(
         assert "draft model, KV cache recipe bf16, 128 bytes per token (1 layers" in engine.log
     theirs = generate(alone, prompts_of(LENGTHS), NEW_TOKENS)
     assert disagreements(ours, theirs) == []
+
+
+def test_drafts_on_two_ranks(tmp_path: Path) -> None:
+    """Target and draft are both divided; over gloo."""
+    # Of few layers: a random model of many is nothing like itself without its first token.
+    tiny = write_model(tmp_path / "model")
+    extra: dict[str, object] = {"speculative_algorithm": "STANDALONE", "tp_size": 2}
+    extra |= {"speculative_draft_model_path": str(tiny), "skip_tokenizer_init": True}
+    with RealEngine(
+        options(tiny, "mxfp8", **extra), env=draft_ops(tmp_path / "ops", CPU_ENV)
+    ) as engine:
+        prompts = prompts_of(LENGTHS)
+        said = speculate(engine, prompts, NEW_TOKENS)
+        assert said.accepted > 0.2
+        assert max(gaps(engine, prompts, said.tokens)) <= 24 * 2**-6  # as in test_serving_features
