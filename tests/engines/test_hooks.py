@@ -194,6 +194,16 @@ def test_command_line() -> None:
     assert parsed.kv_cache_dtype == "auto", "the caller's namespace must not change"
 
 
+def _configurator_on_a_gpu() -> SimpleNamespace:
+    """What sizing reads of a ``KVCacheConfigurator``."""
+    return SimpleNamespace(
+        device="cuda",
+        model_config=SimpleNamespace(num_attention_heads=4, context_len=4096),
+        model_dtype=torch.bfloat16,
+        is_hybrid_swa=False,
+    )
+
+
 def test_workspace_is_kept_out_of_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "active_attention_tp_size", lambda: 1)
     requests = SimpleNamespace(max_running_requests=8)
@@ -203,12 +213,7 @@ def test_workspace_is_kept_out_of_the_pool(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("INKLING_EXTEND", "triton")
     recipe = get_recipe("mxfp8")
     layout = CacheLayout(recipe.k, recipe.v, 2, 64, 64)
-    kvc = SimpleNamespace(
-        device="cuda",
-        model_config=SimpleNamespace(num_attention_heads=4, context_len=4096),
-        model_dtype=torch.bfloat16,
-        is_hybrid_swa=False,
-    )
+    kvc = _configurator_on_a_gpu()
     small = sizing.workspace_bytes(kvc, layout, kvc.model_config)
     requests.max_running_requests = 64
     large = sizing.workspace_bytes(kvc, layout, kvc.model_config)
@@ -230,12 +235,7 @@ def test_workspace_of_layers_with_recipes_of_their_own(monkeypatch: pytest.Monke
     monkeypatch.setenv("INKLING_EXTEND", "triton")
     recipe = get_recipe("nvfp4")
     layout = CacheLayout(recipe.k, recipe.v, 2, 64, 64)
-    kvc = SimpleNamespace(
-        device="cuda",
-        model_config=SimpleNamespace(num_attention_heads=4, context_len=4096),
-        model_dtype=torch.bfloat16,
-        is_hybrid_swa=False,
-    )
+    kvc = _configurator_on_a_gpu()
 
     def reserved(**flags: Any) -> int:
         requests = SimpleNamespace(max_running_requests=8)

@@ -26,6 +26,7 @@ from inkling_backend.engines.sglang.flags import (
 )
 from inkling_backend.engines.sglang.layer import attention_kind, window_of
 from inkling_backend.engines.sglang.layer_recipes import layer_recipe_reasons
+from inkling_backend.engines.sglang.speculation import NO_DRAFT
 from inkling_backend.errors import EnvironmentVariableError
 from inkling_backend.formats import get_recipe
 from inkling_backend.formats.layout import CacheLayout
@@ -33,16 +34,13 @@ from inkling_backend.formats.layout import CacheLayout
 _OTHER = "use another attention backend"
 _NO_CENTER = "set --inkling-key-transform to rotate or none"
 _ONE_POOL = "set --disable-hybrid-swa-memory"
-_NO_DRAFT = "leave --speculative-algorithm out"
 _WHOLE = "set --chunked-prefill-size -1 and --disable-radix-cache"
-
-_SPECULATES = (*speculation.ALGORITHMS, speculation.NGRAM)
 
 # Field of the arguments, whether its value asks for the feature, what the feature is.
 _UNSUPPORTED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "speculative_algorithm",
-        lambda value: bool(value) and str(value).upper() not in _SPECULATES,
+        lambda value: bool(value) and str(value).upper() not in speculation.KNOWN,
         "speculation by other ways than EAGLE, EAGLE3, NEXTN, STANDALONE and NGRAM "
         "(--speculative-algorithm)",
     ),
@@ -444,9 +442,9 @@ def layer_reasons(
         if attention_kind(layer) != "decoder" and not whole_prompts:
             note(f"{attention_kind(layer)} (bidirectional) attention to part of a prompt", _WHOLE)
         if attention_kind(layer) != "decoder" and verifies:
-            note(f"{attention_kind(layer)} (bidirectional) attention to drafts", _NO_DRAFT)
+            note(f"{attention_kind(layer)} (bidirectional) attention to drafts", NO_DRAFT)
         if window_of(layer) is not None and trees:
-            note("a sliding window over trees, whose tokens lie elsewhere than stored", _NO_DRAFT)
+            note("a sliding window over trees, whose tokens lie elsewhere than stored", NO_DRAFT)
         if layer.use_irope:
             note("chunked local attention (iRoPE)")
         if layer.xai_temperature_len > 0:

@@ -18,10 +18,11 @@ from inkling_backend import env
 ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
 # The one whose drafts come from what was said before, in trees.
 NGRAM = "NGRAM"
+KNOWN = (*ALGORITHMS, NGRAM)
 # Tokens drafted where nobody says how many: the engine's own choice for most models without trees.
 DEFAULT_STEPS = 3
 
-_OUT = "leave --speculative-algorithm out"
+NO_DRAFT = "leave --speculative-algorithm out"
 
 
 def algorithm_of(arguments: Any) -> str | None:
@@ -65,7 +66,7 @@ def speculation_reasons(
         model: the engine's model configuration.
     """
     algorithm = algorithm_of(arguments)
-    if algorithm not in (*ALGORITHMS, NGRAM):
+    if algorithm not in KNOWN:
         return []  # nothing, or refused by its name
     reasons = []
     breadth = getattr(arguments, "speculative_ngram_max_bfs_breadth", 1)
@@ -83,12 +84,13 @@ def speculation_reasons(
             "--attention-backend inkling for both phases"
         )
     if getattr(arguments, "enable_dp_attention", False):
-        reasons.append(f"speculative decoding with data-parallel attention: {_OUT}")
+        reasons.append(f"speculative decoding with data-parallel attention: {NO_DRAFT}")
     if (getattr(arguments, "pp_size", None) or 1) > 1:
-        reasons.append(f"speculative decoding over pipeline stages: {_OUT}")
+        reasons.append(f"speculative decoding over pipeline stages: {NO_DRAFT}")
     if getattr(arguments, "enable_hierarchical_cache", False):
         reasons.append(
-            f"speculative decoding with HiCache, which would leave the draft's pages behind: {_OUT}"
+            "speculative decoding with HiCache, which would leave the draft's pages behind: "
+            f"{NO_DRAFT}"
         )
     one_pool = getattr(arguments, "disable_hybrid_swa_memory", False)
     if getattr(model, "is_hybrid_swa", False) and not one_pool:
@@ -102,12 +104,11 @@ def speculation_reasons(
 def not_drafted_reasons(arguments: Any) -> list[str]:
     """Why an engine that has chosen algorithm and tree by itself cannot be served."""
     algorithm, topk = algorithm_of(arguments), getattr(arguments, "speculative_eagle_topk", None)
-    known = (*ALGORITHMS, NGRAM)
-    if algorithm is None or (algorithm in known and (topk or 1) == 1):
+    if algorithm is None or (algorithm in KNOWN and (topk or 1) == 1):
         return []
     return [
         f"the engine speculates by {algorithm} with {topk} candidates a token for this model: "
-        f"only one of {', '.join(known)} is supported, so {_OUT}"
+        f"only one of {', '.join(KNOWN)} is supported, so {NO_DRAFT}"
     ]
 
 
