@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from inkling_backend import env
+from inkling_backend.engines.sglang import versions
 from inkling_backend.engines.sglang.flags import KV_CACHE_DTYPES, Flags
 
 _WHAT = "--inkling-layer-recipes"
@@ -36,8 +37,7 @@ def layer_recipe_reasons(arguments: Any, flags: Flags, model: Any) -> list[str]:
             f"--inkling-query-dtype mxfp8 needs K in MXFP8 in every layer, but {_WHAT} is "
             f"{flags.inkling_layer_recipes}: leave one of them out"
         )
-    one_pool = getattr(arguments, "disable_hybrid_swa_memory", False)
-    if getattr(model, "is_hybrid_swa", False) and not one_pool:
+    if versions.windows_have_a_pool(arguments, model):
         reasons.append(
             f"{_WHAT} over a pool for layers with a window: set --disable-hybrid-swa-memory"
         )

@@ -391,8 +391,7 @@ def _host_tier_reasons(arguments: Any, model: Any, supported: bool) -> list[str]
     reasons = []
     if not supported:
         reasons.append("HiCache (--enable-hierarchical-cache) needs SGLang 0.5.23 or newer")
-    one_pool = getattr(arguments, "disable_hybrid_swa_memory", False)
-    if getattr(model, "is_hybrid_swa", False) and not one_pool:
+    if versions.windows_have_a_pool(arguments, model):
         reasons.append(f"HiCache over a pool for layers with a window: {_ONE_POOL}")
     return reasons
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from inkling_backend import env
+from inkling_backend.engines.sglang import versions
 
 # `--speculative-algorithm` of those that have a draft model and draft chains with one candidate.
 ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
@@ -92,8 +93,7 @@ def speculation_reasons(
             "speculative decoding with HiCache, which would leave the draft's pages behind: "
             f"{NO_DRAFT}"
         )
-    one_pool = getattr(arguments, "disable_hybrid_swa_memory", False)
-    if getattr(model, "is_hybrid_swa", False) and not one_pool:
+    if versions.windows_have_a_pool(arguments, model):
         reasons.append(
             "speculative decoding over a pool for layers with a window: "
             "set --disable-hybrid-swa-memory"

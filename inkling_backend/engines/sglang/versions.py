@@ -174,6 +174,17 @@ def active_server_args() -> Any:
     return get_context().server_args
 
 
+def windows_have_a_pool(arguments: Any, model: Any) -> bool:
+    """Whether the engine keeps layers with a window in a pool of their own, as by default.
+
+    Args:
+        arguments: the engine's arguments.
+        model: its model configuration.
+    """
+    one_pool = getattr(arguments, "disable_hybrid_swa_memory", False)
+    return bool(getattr(model, "is_hybrid_swa", False)) and not one_pool
+
+
 def verified_tokens() -> int:
     """Tokens of a request that this scheduler process verifies at once; 1 without speculation."""
     from sglang.srt.runtime_context import get_spec
