@@ -12,6 +12,7 @@ import torch
 
 from inkling_backend.attention import LayerAttention
 from inkling_backend.formats import Query
+from inkling_backend.kernels import merge as merging
 from inkling_backend.kernels.configs import CHUNK_TOKENS, CHUNKED_SPLIT_TOKENS, SplitRule
 from inkling_backend.kernels.decode import DecodeCall, Partial, decode
 from inkling_backend.kernels.decode_fast import config_for, decode_fast
@@ -286,8 +287,10 @@ def test_redo_computes_whole_splits(device: torch.device) -> None:
     assert torch.equal(*results)
 
 
-def test_merge_does_not_care_how_the_work_was_cut(device: torch.device) -> None:
-    """Chunks and their folded splits, made up here, give the same bits."""
+def test_merge_does_not_care_how_the_work_was_cut(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks and their folded splits, made up here, give the same bits, as many at once as may."""
     world = make_world([3000, 1030], device, kv_heads=1, group=2, max_context=4096)
     query = world.queries(2)
     chunked = make_call(world, query, [0, 1], SPLITS._replace(most_chunks=100))
@@ -308,9 +311,15 @@ def test_merge_does_not_care_how_the_work_was_cut(device: torch.device) -> None:
             out = (out * w.double()[:, None] + fine.out[chunk].double() * w_chunk[:, None]).float()
             top = new_top
         split.top[item], split.total[item], split.out[item] = top, total, out
-    for call in (chunked, coarse):
+    outs = []
+    for at_once, call in itertools.product((8, 16, 32), (chunked, coarse)):
+        monkeypatch.setattr(merging, "_AT_ONCE", at_once)
+        monkeypatch.setattr(merging, "_AT_ONCE_WIDE", at_once)
+        call.out.fill_(torch.nan)
         merge(call)
-    assert torch.equal(chunked.out, coarse.out)
+        outs.append(call.out.clone())
+    assert outs[0].isfinite().all()
+    assert [torch.equal(out, outs[0]) for out in outs] == [True] * 6
 
 
 def test_padding_of_a_graph_changes_nothing(device: torch.device) -> None:
