@@ -130,6 +130,7 @@ def check(
         ("mxfp8", "mxfp8"),
         ("nvfp4", "nvfp4"),
         ("kvfp4", "kvfp4"),
+        ("mxfp4", "mxfp4"),
         ("bf16", "bf16"),
         ("mxfp8", "nvfp4"),
     ],
@@ -149,6 +150,7 @@ def test_formats_and_pages(k: str, v: str, page: int, device: torch.device) -> N
         (256, 256, "kvfp4", "mxfp8"),
         (192, 128, "mxfp8", "mxfp8"),
         (80, 48, "nvfp4", "bf16"),
+        (160, 96, "mxfp4", "mxfp4"),
     ],
 )
 def test_head_sizes(k_dim: int, v_dim: int, k: str, v: str, device: torch.device) -> None:
@@ -196,7 +198,7 @@ def test_long_rows_of_large_logits(device: torch.device) -> None:
     check(world, query, run_decode(world, query, layer=UNIT), layer=UNIT)
 
 
-@pytest.mark.parametrize("k", ["mxfp8", "nvfp4", "kvfp4"])
+@pytest.mark.parametrize("k", ["mxfp8", "nvfp4", "kvfp4", "mxfp4"])
 @pytest.mark.parametrize(("k_size", "v_size"), [(1e6, 1e-7), (1e-9, 1e7), (1.0, 0.0), (3e4, 1e-30)])
 def test_sizes_beyond_float16(k: str, k_size: float, v_size: float, device: torch.device) -> None:
     world = make_world([90, 200], device, k=k, k_dim=128)
