@@ -101,6 +101,21 @@ def test_every_step_of_the_block_scale(name: str, device: torch.device) -> None:
     assert_same_cache(cache, want)
 
 
+@pytest.mark.parametrize("name", [*QUANTIZED_NAMES, FOUR_OVER_SIX])
+def test_signs_of_what_is_nothing_beside_the_maximum(name: str, device: torch.device) -> None:
+    """Products with the scale underflow; a number below zero still has the sign."""
+    block = format_of(name).block
+    row = torch.zeros(block)
+    row[:7] = torch.tensor([3e38, -1e-18, 1e-18, -1e-30, -1e-45, -0.0, 0.0])
+    rows = torch.stack([row, -row])[:, None]
+    cache = make_cache(make_layout(name, "bf16", 1, block, 16), 1, device, k_global=1e30)
+    unused, slots = torch.zeros(2, 1, 16), torch.tensor([1, 2])
+    want = clone_cache(cache, torch.device("cpu"))
+    reference.store(rows, unused, slots, want)
+    store(rows.to(device), unused.to(device), slots.to(device), cache)
+    assert_same_cache(cache, want)
+
+
 def representable(name: str) -> torch.Tensor:
     """Every magnitude of the element code, ascending, as float32."""
     if name == "mxfp8":
