@@ -37,6 +37,8 @@ RECIPE_FLAGS: dict[str, dict[str, object]] = {
     **{name: {"fp4_kv_cache_recipe": name} for name, each in KNOWN.items() if each.has_fp4},
     "bf16": {"kv_cache_dtype": "bf16"},
 }
+# Alone it costs SmolLM2 its answer, in a simulated cache too: "Bonjour" is likelier than "The".
+RECIPE_FLAGS["mxfp4"] |= {"inkling_key_transform": "rotate"}
 RECIPES = tuple(RECIPE_FLAGS)
 
 

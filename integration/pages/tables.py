@@ -20,7 +20,7 @@ CHOICE = {
     "mxfp8-nvfp4": "for more context at about the same cost",
     "nvfp4": "where memory decides, after measuring your model",
     "kvfp4": "where E8M0 scales are wanted",
-    "mxfp4": "where caches must be OCP's MXFP4; its blocks of 32 cost more than they save",
+    "mxfp4": "where it must be OCP's MXFP4, with `--inkling-key-transform rotate`",
 }
 assert CHOICE.keys() == RECIPES.keys()
 _NOTES = {"mxfp8": " (default)", "mxfp8-nvfp4": " (K, V)"}
