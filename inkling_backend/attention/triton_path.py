@@ -55,7 +55,7 @@ class _Decoder(NamedTuple):
         if config is None:
             return cls(decode, split_rule(*sizes))
         programs = persistent_programs(config, device)
-        return cls(decode_fast, chunked_split_rule(*sizes, programs))
+        return cls(decode_fast, chunked_split_rule(*sizes, config, programs))
 
 
 class _DecodeBuffers(NamedTuple):

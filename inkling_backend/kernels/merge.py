@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from inkling_backend.kernels.compile_case import CompileCase
-from inkling_backend.kernels.configs import SPLIT_CHUNKS, merge_tile
+from inkling_backend.kernels.configs import merge_tile
 from inkling_backend.kernels.decode import DecodeCall
 from inkling_backend.kernels.launch import early, wait_for_previous
 from inkling_backend.kernels.tile import finite_or_nan, fold, normalizer, to_dtype
@@ -50,7 +50,6 @@ def _merge_kernel(
     HEADS: tl.constexpr,
     DV: tl.constexpr,
     COLUMNS: tl.constexpr,
-    SPLIT_CHUNKS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -63,6 +62,7 @@ def _merge_kernel(
         tl.store(failures_ptr, 0)
     if parts == 1:
         return
+    split_parts = tl.load(sizes_ptr + 1)
     v_global = 1.0
     if v_global_ptr is not None:
         v_global = tl.load(v_global_ptr)
@@ -80,7 +80,7 @@ def _merge_kernel(
         base = tl.where(base == float("-inf"), 0.0, base)
         acc = tl.zeros([COLUMNS], dtype=tl.float32)
         total = 0.0
-        if tl.load(sizes_ptr + 1) == 1:
+        if split_parts == 1:
             for begin in range(0, parts, AT_ONCE):
                 for i in tl.static_range(AT_ONCE):
                     part = begin + i
@@ -92,22 +92,25 @@ def _merge_kernel(
                     total = tl.fma(s_total, weight, total)
                     acc = tl.fma(s_acc, tl.broadcast_to(weight, [COLUMNS]), acc)
         else:
+            s_top = float("-inf")
+            s_total = 0.0
+            s_acc = tl.zeros([COLUMNS], tl.float32)
             for begin in range(0, parts, AT_ONCE):
-                for i in tl.static_range(0, AT_ONCE, SPLIT_CHUNKS):
-                    s_top = float("-inf")
-                    s_total = 0.0
-                    s_acc = tl.zeros([COLUMNS], tl.float32)
-                    for j in tl.static_range(SPLIT_CHUNKS):
-                        part = begin + i + j
-                        c_top, c_total, c_acc = _load_part(
-                            *(partial_ptr, top_ptr, total_ptr, row + part * Q_HEADS, part < parts),
-                            *(i_d, m_d, DV),
-                        )
-                        s_top, s_total, w, w_chunk = fold(s_top, s_total, c_top, c_total)
-                        s_acc = tl.fma(s_acc, tl.broadcast_to(w, [COLUMNS]), c_acc * w_chunk)
-                    weight = tl.math.exp2(s_top - base)
-                    total = tl.fma(s_total, weight, total)
-                    acc = tl.fma(s_acc, tl.broadcast_to(weight, [COLUMNS]), acc)
+                for i in tl.static_range(AT_ONCE):
+                    part = begin + i
+                    c_top, c_total, c_acc = _load_part(
+                        *(partial_ptr, top_ptr, total_ptr, row + part * Q_HEADS, part < parts),
+                        *(i_d, m_d, DV),
+                    )
+                    s_top, s_total, w, w_chunk = fold(s_top, s_total, c_top, c_total)
+                    s_acc = tl.fma(s_acc, tl.broadcast_to(w, [COLUMNS]), c_acc * w_chunk)
+                    if (part % split_parts == split_parts - 1) | (part == parts - 1):
+                        weight = tl.math.exp2(s_top - base)
+                        total = tl.fma(s_total, weight, total)
+                        acc = tl.fma(s_acc, tl.broadcast_to(weight, [COLUMNS]), acc)
+                        s_top = float("-inf")
+                        s_total = 0.0
+                        s_acc = tl.zeros([COLUMNS], tl.float32)
         p_out = out_ptr + (request.to(tl.int64) * Q_HEADS + head) * DV + i_d
         norm = normalizer(v_global, base, total, sinks_ptr, head % (Q_HEADS // Q_LEN))
         out = tl.where(parts == 0, 0.0, finite_or_nan(acc) * norm)
@@ -121,7 +124,6 @@ def _constants(q_heads: int, q_len: int, head_dim: int, heads: int, columns: int
         "HEADS": heads,
         "DV": head_dim,
         "COLUMNS": columns,
-        "SPLIT_CHUNKS": SPLIT_CHUNKS,
         "AT_ONCE": _AT_ONCE if columns <= _FEW_COLUMNS else _AT_ONCE_WIDE,
     }
 
