@@ -275,6 +275,7 @@ class TritonPath:
             )
             return
         assert plan.work is not None
+        decoder = self._decoders[plan.q_len]
         call = DecodeCall(
             query,
             cache,
@@ -287,6 +288,7 @@ class TritonPath:
             layer,
             plan.q_len,
             plan.tree,
+            decoder.rule.split_chunks,
         )
-        self._decoders[plan.q_len].decode(call)
+        decoder.decode(call)
         merge(call)

@@ -32,8 +32,8 @@ CHUNK_TOKENS = 128
 
 # `decode_fast`, tokens of the splits that the programs of an SM work on together: a split costs two
 # microseconds or three to begin, but sixteen requests of 8192 tokens and eight KV heads must fill
-# an H200.
-SM_SPLIT_TOKENS = 8192
+# an H200. And of the longest: merge holds its chunks in registers.
+SM_SPLIT_TOKENS, LONGEST_SPLIT = 8192, 4096
 
 # Chunks times KV heads of a batch up to which its chunks may be work items.
 CHUNK_PROGRAMS = 4096
@@ -84,6 +84,11 @@ class SplitRule(NamedTuple):
         tokens = min(max(-(-length // self.target), self.min_tokens), self.max_tokens)
         return -(-tokens // self.step) * self.step
 
+    @property
+    def split_chunks(self) -> int:
+        """Chunks of a split, where its chunks may be work items; 1 otherwise."""
+        return self.min_tokens // self.step if self.most_chunks else 1
+
     def splits(self, length: int) -> int:
         """Pieces that a request of ``length`` tokens is cut into."""
         return -(-length // self.split_tokens(length))
@@ -113,7 +118,8 @@ def chunked_split_rule(
 ) -> SplitRule:
     """The split rule of one runner for `decode_fast`, whose grid has ``programs`` programs."""
     heads = layout.num_kv_heads
-    tokens = -(-SM_SPLIT_TOKENS // config.programs_per_sm // CHUNK_TOKENS) * CHUNK_TOKENS
+    tokens = min(LONGEST_SPLIT, SM_SPLIT_TOKENS // config.programs_per_sm)
+    tokens = -(-tokens // CHUNK_TOKENS) * CHUNK_TOKENS
     chunks = CHUNK_PROGRAMS // heads
     most = max(chunks, max_batch * -(-max_context // tokens))
     most = min(most, _affordable(num_q_heads, layout, max_batch))

@@ -89,6 +89,7 @@ class DecodeCall(NamedTuple):
     layer: what the layer asks for; several tokens are causal.
     q_len: query tokens of each request, the last ones of it.
     tree: ``[B, q_len]`` int64, as in `AttentionRunner.plan_decode`; None: tokens are causal.
+    split_chunks: chunks of a split, where its chunks may be work items.
     """
 
     query: Query
@@ -102,6 +103,7 @@ class DecodeCall(NamedTuple):
     layer: LayerAttention
     q_len: int = 1
     tree: torch.Tensor | None = None
+    split_chunks: int = 1
 
     @property
     def group(self) -> int:

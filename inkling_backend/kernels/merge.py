@@ -50,6 +50,7 @@ def _merge_kernel(
     HEADS: tl.constexpr,
     DV: tl.constexpr,
     COLUMNS: tl.constexpr,
+    SPLIT_CHUNKS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -62,7 +63,6 @@ def _merge_kernel(
         tl.store(failures_ptr, 0)
     if parts == 1:
         return
-    split_parts = tl.load(sizes_ptr + 1)
     v_global = 1.0
     if v_global_ptr is not None:
         v_global = tl.load(v_global_ptr)
@@ -80,7 +80,7 @@ def _merge_kernel(
         base = tl.where(base == float("-inf"), 0.0, base)
         acc = tl.zeros([COLUMNS], dtype=tl.float32)
         total = 0.0
-        if split_parts == 1:
+        if tl.load(sizes_ptr + 1) == 1:
             for begin in range(0, parts, AT_ONCE):
                 for i in tl.static_range(AT_ONCE):
                     part = begin + i
@@ -92,39 +92,40 @@ def _merge_kernel(
                     total = tl.fma(s_total, weight, total)
                     acc = tl.fma(s_acc, tl.broadcast_to(weight, [COLUMNS]), acc)
         else:
-            s_top = float("-inf")
-            s_total = 0.0
-            s_acc = tl.zeros([COLUMNS], tl.float32)
             for begin in range(0, parts, AT_ONCE):
-                for i in tl.static_range(AT_ONCE):
-                    part = begin + i
-                    c_top, c_total, c_acc = _load_part(
-                        *(partial_ptr, top_ptr, total_ptr, row + part * Q_HEADS, part < parts),
-                        *(i_d, m_d, DV),
-                    )
-                    s_top, s_total, w, w_chunk = fold(s_top, s_total, c_top, c_total)
-                    s_acc = tl.fma(s_acc, tl.broadcast_to(w, [COLUMNS]), c_acc * w_chunk)
-                    if (part % split_parts == split_parts - 1) | (part == parts - 1):
-                        weight = tl.math.exp2(s_top - base)
-                        total = tl.fma(s_total, weight, total)
-                        acc = tl.fma(s_acc, tl.broadcast_to(weight, [COLUMNS]), acc)
-                        s_top = float("-inf")
-                        s_total = 0.0
-                        s_acc = tl.zeros([COLUMNS], tl.float32)
+                for i in tl.static_range(0, AT_ONCE, SPLIT_CHUNKS):
+                    s_top = float("-inf")
+                    s_total = 0.0
+                    s_acc = tl.zeros([COLUMNS], tl.float32)
+                    for j in tl.static_range(SPLIT_CHUNKS):
+                        part = begin + i + j
+                        c_top, c_total, c_acc = _load_part(
+                            *(partial_ptr, top_ptr, total_ptr, row + part * Q_HEADS, part < parts),
+                            *(i_d, m_d, DV),
+                        )
+                        s_top, s_total, w, w_chunk = fold(s_top, s_total, c_top, c_total)
+                        s_acc = tl.fma(s_acc, tl.broadcast_to(w, [COLUMNS]), c_acc * w_chunk)
+                    weight = tl.math.exp2(s_top - base)
+                    total = tl.fma(s_total, weight, total)
+                    acc = tl.fma(s_acc, tl.broadcast_to(weight, [COLUMNS]), acc)
         p_out = out_ptr + (request.to(tl.int64) * Q_HEADS + head) * DV + i_d
         norm = normalizer(v_global, base, total, sinks_ptr, head % (Q_HEADS // Q_LEN))
         out = tl.where(parts == 0, 0.0, finite_or_nan(acc) * norm)
         tl.store(p_out, to_dtype(out, out_ptr.dtype.element_ty), mask=m_d)
 
 
-def _constants(q_heads: int, q_len: int, head_dim: int, heads: int, columns: int) -> dict[str, int]:
+def _constants(
+    q_heads: int, q_len: int, head_dim: int, heads: int, columns: int, split_chunks: int
+) -> dict[str, int]:
+    at_once = _AT_ONCE if columns <= _FEW_COLUMNS else _AT_ONCE_WIDE
     return {
         "Q_HEADS": q_heads * q_len,
         "Q_LEN": q_len,
         "HEADS": heads,
         "DV": head_dim,
         "COLUMNS": columns,
-        "AT_ONCE": _AT_ONCE if columns <= _FEW_COLUMNS else _AT_ONCE_WIDE,
+        "SPLIT_CHUNKS": split_chunks,
+        "AT_ONCE": max(1, at_once // split_chunks) * split_chunks,
     }
 
 
@@ -140,7 +141,7 @@ def merge(call: DecodeCall) -> None:
         call.cache.v_global,
         call.layer.sinks,
         call.out,
-        **_constants(q_heads, call.q_len, head_dim, heads, columns),
+        **_constants(q_heads, call.q_len, head_dim, heads, columns, call.split_chunks),
         **early(call.out.device, call.batch),
         num_warps=1,
     )
@@ -159,7 +160,8 @@ def compile_cases() -> Iterator[CompileCase]:
             "out_ptr": f"*{dtype}",
         }
         name = f"merge-{dtype}-d{head_dim}-b{batch}{'-sinks' if sinks else ''}"
-        constants: dict[str, Any] = _constants(32, 1, head_dim, *merge_tile(batch, 32, head_dim))
+        tile = merge_tile(batch, 32, head_dim)
+        constants: dict[str, Any] = _constants(32, 1, head_dim, *tile, 32 if sinks else 8)
         constants |= {"EARLY": False}
         if not sinks:
             constants |= {"sinks_ptr": None}

@@ -102,6 +102,7 @@ def make_call(
         world.empty_out(len(index)),
         layer,
         q_len,
+        split_chunks=rule.split_chunks,
     )
 
 
