@@ -15,11 +15,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from integration.launch import environment, insist, stop
+
+SHUTDOWN_SECONDS = 10
 
 
 class EngineFailed(RuntimeError):
@@ -73,10 +76,13 @@ class RealEngine:
         """End the engine and its children. Can be called twice."""
         if self._log.closed:
             return
-        stop(self._process)
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe:
                 pipe.close()
+        # Without an input the process shuts its engine down, which SIGTERM does not make it do.
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(SHUTDOWN_SECONDS)
+        stop(self._process)
         self._log.close()
 
     def call(self, method: str, **arguments: object) -> Any:

@@ -16,14 +16,18 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from inkling_backend.kernels.codec import INTERPRETED
 from inkling_backend.kernels.compile_case import CompileCase
 from inkling_backend.kernels.configs import merge_tile
 from inkling_backend.kernels.decode import DecodeCall
 from inkling_backend.kernels.launch import early, wait_for_previous
 from inkling_backend.kernels.tile import finite_or_nan, fold, normalizer, to_dtype
 
-# Parts whose loads are issued together, by columns: enough to hide their latency.
+# Parts whose loads are issued together, by columns: enough to hide their latency. The interpreter
+# hides none, and takes its time for parts that do not exist.
 _FEW_COLUMNS, _AT_ONCE, _AT_ONCE_WIDE = 32, 32, 16
+if INTERPRETED.value:
+    _AT_ONCE = _AT_ONCE_WIDE = 1
 
 
 @triton.jit

@@ -12,6 +12,7 @@ import torch
 
 from inkling_backend.attention import LayerAttention
 from inkling_backend.formats import Query
+from inkling_backend.kernels import merge as merging
 from inkling_backend.kernels.configs import CHUNK_TOKENS, SplitRule
 from inkling_backend.kernels.decode import DecodeCall, Partial, decode
 from inkling_backend.kernels.decode_fast import config_for, decode_fast
@@ -126,6 +127,7 @@ def check(
         ("mxfp8", "mxfp8"),
         ("nvfp4", "nvfp4"),
         ("kvfp4", "kvfp4"),
+        ("mxfp4", "mxfp4"),
         ("bf16", "bf16"),
         ("mxfp8", "nvfp4"),
     ],
@@ -145,6 +147,7 @@ def test_formats_and_pages(k: str, v: str, page: int, device: torch.device) -> N
         (256, 256, "kvfp4", "mxfp8"),
         (192, 128, "mxfp8", "mxfp8"),
         (80, 48, "nvfp4", "bf16"),
+        (160, 96, "mxfp4", "mxfp4"),
     ],
 )
 def test_head_sizes(k_dim: int, v_dim: int, k: str, v: str, device: torch.device) -> None:
@@ -192,7 +195,7 @@ def test_long_rows_of_large_logits(device: torch.device) -> None:
     check(world, query, run_decode(world, query, layer=UNIT), layer=UNIT)
 
 
-@pytest.mark.parametrize("k", ["mxfp8", "nvfp4", "kvfp4"])
+@pytest.mark.parametrize("k", ["mxfp8", "nvfp4", "kvfp4", "mxfp4"])
 @pytest.mark.parametrize(("k_size", "v_size"), [(1e6, 1e-7), (1e-9, 1e7), (1.0, 0.0), (3e4, 1e-30)])
 def test_sizes_beyond_float16(k: str, k_size: float, v_size: float, device: torch.device) -> None:
     world = make_world([90, 200], device, k=k, k_dim=128)
@@ -284,8 +287,10 @@ def test_redo_computes_whole_splits(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("tokens", [640, 1024])
-def test_merge_does_not_care_how_the_work_was_cut(tokens: int, device: torch.device) -> None:
-    """Chunks and their folded splits, made up here, give the same bits."""
+def test_merge_does_not_care_how_the_work_was_cut(
+    tokens: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks and their folded splits, made up here, give the same bits, as many at once as may."""
     world = make_world([3000, 1030], device, kv_heads=1, group=2, max_context=4096)
     query = world.queries(2)
     rule = SPLITS._replace(min_tokens=tokens, max_tokens=tokens)
@@ -308,9 +313,15 @@ def test_merge_does_not_care_how_the_work_was_cut(tokens: int, device: torch.dev
             out = (out * w.double()[:, None] + fine.out[chunk].double() * w_chunk[:, None]).float()
             top = new_top
         split.top[item], split.total[item], split.out[item] = top, total, out
-    for call in (chunked, coarse):
+    outs = []
+    for at_once, call in itertools.product((8, 16, 32), (chunked, coarse)):
+        monkeypatch.setattr(merging, "_AT_ONCE", at_once)
+        monkeypatch.setattr(merging, "_AT_ONCE_WIDE", at_once)
+        call.out.fill_(torch.nan)
         merge(call)
-    assert torch.equal(chunked.out, coarse.out)
+        outs.append(call.out.clone())
+    assert outs[0].isfinite().all()
+    assert [torch.equal(out, outs[0]) for out in outs] == [True] * 6
 
 
 def test_padding_of_a_graph_changes_nothing(device: torch.device) -> None:

@@ -9,6 +9,7 @@ from inkling_backend import reference
 from inkling_backend.kernels.store import store
 from tests.kernels.helpers import (
     FOUR_OVER_SIX,
+    QUANTIZED_NAMES,
     STORED_NAMES,
     assert_same_cache,
     clone_cache,
@@ -31,7 +32,7 @@ def test_every_16_bit_number(name: str, dtype: torch.dtype, device: torch.device
     assert_same_cache(cache, want)
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "kvfp4", FOUR_OVER_SIX])
+@pytest.mark.parametrize("name", [*QUANTIZED_NAMES, FOUR_OVER_SIX])
 def test_every_rounding_step(name: str, device: torch.device) -> None:
     # With the block's maximum fixed, elements run over every code, every tie and its neighbours.
     block, top = format_of(name).block, 448.0 if name == "mxfp8" else 6.0
@@ -83,7 +84,7 @@ def test_quotients_beside_ties(step: float, name: str, device: torch.device) -> 
     assert_same_cache(cache, want)
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "kvfp4", FOUR_OVER_SIX])
+@pytest.mark.parametrize("name", [*QUANTIZED_NAMES, FOUR_OVER_SIX])
 def test_every_step_of_the_block_scale(name: str, device: torch.device) -> None:
     # Maxima at, one below and one above the largest a scale holds, for every exponent.
     block, top = format_of(name).block, 448.0 if name == "mxfp8" else 6.0
