@@ -176,7 +176,7 @@ def argument_reasons(
         *_cache_reasons(arguments, flags, backends),
         *_device_reasons(arguments, capability, cpu_supported),
         *_model_reasons(model),
-        *_inkling_reasons(arguments, backends, model),
+        *_inkling_reasons(backends, model),
         *(f"the model has {trait}, which are not supported: {_OTHER}" for trait in traits),
         *_attention_reasons(arguments, flags, model, capability, tp_size),
         *layer_recipe_reasons(arguments, flags, model),
@@ -318,21 +318,14 @@ def _model_reasons(model: Any) -> list[str]:
     return reasons
 
 
-def _inkling_reasons(
-    arguments: Any, backends: tuple[str | None, str | None], model: Any
-) -> list[str]:
+def _inkling_reasons(backends: tuple[str | None, str | None], model: Any) -> list[str]:
     """Why Inkling cannot be served so; other models have no such reasons."""
-    if not versions.is_inkling(model):
+    if not versions.is_inkling(model) or backends[0] == backends[1]:
         return []
-    reasons = []
-    if backends[0] != backends[1]:
-        reasons.append(
-            f"Inkling's layers call one attention backend: use --attention-backend {BACKEND} for "
-            "both phases"
-        )
-    if arguments.device == "cpu":
-        reasons.append("the engine has Inkling's short convolutions for GPUs alone: use one")
-    return reasons
+    return [
+        f"Inkling's layers call one attention backend: use --attention-backend {BACKEND} for both "
+        "phases"
+    ]
 
 
 def _attention_reasons(

@@ -259,8 +259,9 @@ def model_traits(model: Any) -> list[str]:
     from sglang.srt.configs import model_config as configs
 
     found = []
-    # Inkling's states are those of short convolutions, which the engine keeps beside its pools.
-    if hybrid_arch.mambaish_config(model) is not None and not is_inkling(model):
+    # Inkling's states are those of short convolutions, which the engine keeps beside its pools; and
+    # they cannot be asked for before the arguments are resolved.
+    if not is_inkling(model) and hybrid_arch.mambaish_config(model) is not None:
         found.append("hybrid linear-attention (state-space) layers")
     for function, what in (
         ("is_deepseek_dsa", "DeepSeek sparse attention layers"),
