@@ -1,4 +1,4 @@
-"""A tiny Inkling: its configuration, random weights that attention matters for, and a CPU's kernels.
+"""A tiny Inkling: its configuration, random weights that say something, and kernels for a CPU.
 
 A plugin, put on the module path of one test's engine. The engine fills "dummy" weights with
 thousandths, under which attention changes nothing; here they get the sizes of trained ones. And
@@ -9,12 +9,12 @@ with their contract. Attention, and what is said, is up to the engine and to us.
 from __future__ import annotations
 
 import importlib
+import os
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from integration.launch import has_gpu
 from integration.probe import write_plugin
 
 VOCAB = 512
@@ -75,7 +75,7 @@ def register() -> None:
 
     target = "sglang.srt.model_loader.weight_utils.initialize_dummy_weights"
     HookRegistry.register(target, fill, HookType.REPLACE)
-    if has_gpu():
+    if os.environ.get("SGLANG_USE_CPU_ENGINE") != "1":
         return
     target = "sglang.srt.arg_groups.mamba_hook._platform_supports_mamba_cache_extra_buffer"
     HookRegistry.register(target, lambda: True, HookType.REPLACE)
@@ -111,7 +111,7 @@ def _bring_kernels(*args: object, **kwargs: object) -> None:
     import torch
 
     # The engine pins masks of states for a copy to a GPU, asking nobody whether there is one.
-    torch.Tensor.pin_memory = lambda tensor, *args: tensor  # type: ignore[method-assign, assignment]
+    torch.Tensor.pin_memory = lambda tensor, *args: tensor  # type: ignore[method-assign]
     bodies: Mapping[str, Mapping[str, Callable[..., Any]]] = {
         _SCONV: {
             "causal_conv1d": causal_conv,
@@ -217,7 +217,7 @@ def keep_states(hidden_states, sconv_cache, track_conv_indices, mask, dst_indice
             sconv_cache[int(dst_indices[b])] = rows
 
 
-def decode_metadata(B, cache_indices, out=None):  # noqa: N803 - the engine's name
+def decode_metadata(B, cache_indices, out=None):
     """Every request has one row and a state."""
     import torch
 

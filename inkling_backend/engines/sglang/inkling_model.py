@@ -47,7 +47,8 @@ def take_bias(kwargs: MutableMapping[str, Any]) -> torch.Tensor | None:
     score_mod, tensors = kwargs.pop("score_mod", None), kwargs.pop("aux_tensors", None)
     if score_mod is None and tensors is None:
         return bias
-    if score_mod is not versions.relative_bias_score_mod() or bias is not None or len(tensors) != 1:
+    known = score_mod is versions.relative_bias_score_mod()
+    if not known or bias is not None or tensors is None or len(tensors) != 1:
         name = getattr(score_mod, "__name__", score_mod)
         raise UnsupportedError(
             "this model", [f"its attention layers pass a score_mod ({name}): not supported"]
