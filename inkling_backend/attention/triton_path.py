@@ -50,7 +50,9 @@ class _Decoder(NamedTuple):
         capability: Capability | None,
     ) -> _Decoder:
         layout = spec.layout
-        config = config_for(layout, spec.group, q_len, spec.dtype, capability)
+        config = None
+        if not spec.relative_bias:
+            config = config_for(layout, spec.group, q_len, spec.dtype, capability)
         sizes = (spec.num_q_heads * q_len, layout, max_batch, max_context)
         if config is None:
             return cls(decode, split_rule(*sizes))

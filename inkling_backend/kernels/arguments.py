@@ -42,6 +42,13 @@ def layer_arguments(layer: LayerAttention) -> tuple[Any, ...]:
     return layer.sm_scale * math.log2(math.e), layer.window, softcap, layer.sinks
 
 
+def bias_arguments(layer: LayerAttention) -> tuple[Any, ...]:
+    """bias_ptr, bias_row_stride, bias_head_stride, bias_extent; None, all of them, without one."""
+    if layer.bias is None:
+        return None, None, None, None
+    return layer.bias, layer.bias.stride(0), layer.bias.stride(1), layer.bias.shape[2]
+
+
 def cache_constants(layout: CacheLayout, group: int, max_pages: int) -> dict[str, Any]:
     """The constexpr arguments of an attention kernel that describe the cache.
 
@@ -65,6 +72,7 @@ class Example(NamedTuple):
     features: names of the arguments of `layer_arguments` that are not None.
     q_len: query tokens of a request in decode.
     tree: whether they are a tree.
+    biased: whether logits have a relative bias.
     """
 
     name: str
@@ -75,6 +83,7 @@ class Example(NamedTuple):
     features: tuple[str, ...] = ()
     q_len: int = 1
     tree: bool = False
+    biased: bool = False
 
     @property
     def rows(self) -> int:
@@ -86,6 +95,12 @@ class Example(NamedTuple):
         types = {"window": "i32", "softcap_log2": "fp32", "sinks_ptr": f"*{self.dtype}"}
         absent = dict.fromkeys(set(types) - set(self.features), "constexpr")
         return {"sm_scale_log2": "fp32", **types, **absent}
+
+    def bias_signature(self) -> dict[str, str]:
+        """Types of `bias_arguments`."""
+        integers = ("bias_row_stride", "bias_head_stride", "bias_extent")
+        types = {"bias_ptr": f"*{self.dtype}", **dict.fromkeys(integers, "i32:16")}
+        return types if self.biased else dict.fromkeys(types, "constexpr")
 
     def signature(self) -> dict[str, str]:
         """Types of `cache_arguments`."""
@@ -134,6 +149,21 @@ def examples() -> Iterator[Example]:
         yield Example(f"tree-{name}", layout, 4, "bf16", name == "mxfp8", (), q_len, tree=True)
     encoder = CacheLayout(mxfp8, mxfp8, 8, 96, 96)
     yield Example("features-encoder", encoder, 1, "fp16", True, ("softcap_log2",))
+
+
+def biased_examples() -> Iterator[Example]:
+    """Layers of Inkling, for the kernels that take a bias."""
+    for name, q_len, features in (
+        ("mxfp8", 1, ("window",)),
+        ("nvfp4", 1, ()),
+        ("bf16", 1, ("window",)),
+        ("mxfp8", 4, ()),
+    ):
+        fmt = get_format(name)
+        layout = CacheLayout(fmt, fmt, 8, 128, 128)
+        case = f"bias-{name}" + (f"-verify{q_len}" if q_len > 1 else "")
+        quantized = name == "mxfp8"
+        yield Example(case, layout, 4, "bf16", quantized, features, q_len, biased=True)
 
 
 def compile_case(

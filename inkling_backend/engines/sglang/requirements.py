@@ -176,6 +176,7 @@ def argument_reasons(
         *_cache_reasons(arguments, flags, backends),
         *_device_reasons(arguments, capability, cpu_supported),
         *_model_reasons(model),
+        *_inkling_reasons(backends, model),
         *(f"the model has {trait}, which are not supported: {_OTHER}" for trait in traits),
         *_attention_reasons(arguments, flags, model, capability, tp_size),
         *layer_recipe_reasons(arguments, flags, model),
@@ -317,6 +318,16 @@ def _model_reasons(model: Any) -> list[str]:
     return reasons
 
 
+def _inkling_reasons(backends: tuple[str | None, str | None], model: Any) -> list[str]:
+    """Why Inkling cannot be served so; other models have no such reasons."""
+    if not versions.is_inkling(model) or backends[0] == backends[1]:
+        return []
+    return [
+        f"Inkling's layers call one attention backend: use --attention-backend {BACKEND} for both "
+        "phases"
+    ]
+
+
 def _attention_reasons(
     arguments: Any,
     flags: Flags,
@@ -348,7 +359,8 @@ def _attention_reasons(
         reasons += [reason for reason in found if reason not in reasons]
     if not reasons and env.asks_for_fa4():
         layout = CacheLayout(recipe.k, recipe.v, kv_heads, *dims, page_size)
-        spec = AttentionSpec(q_heads, layout, model.dtype, quantize_query)
+        biased = versions.is_inkling(model)
+        spec = AttentionSpec(q_heads, layout, model.dtype, quantize_query, biased)
         reasons = fa4.reasons_against(spec, capability)
     return reasons
 
