@@ -35,6 +35,7 @@ SERVER = (
     *(f"engines/sglang/{name}.py" for name in ("host_pool", "pool", "pools", "requirements")),
     "engines/sglang/inkling_model.py",
     "engines/sglang/layer_recipes.py",
+    "engines/sglang/sink_tokens.py",
     "engines/sglang/speculation.py",
 )
 TOOLS = (

@@ -52,6 +52,10 @@ def reasons_against(spec: AttentionSpec, capability: Capability | None) -> list[
         )
     if spec.relative_bias:
         reasons.append("FA4 is not given the relative bias of this model's logits")
+    if layout.sink_tokens:
+        reasons.append(
+            f"FA4 reads pages alone, not the rows of {layout.sink_tokens} sink tokens beside them"
+        )
     if spec.dtype != torch.bfloat16:
         reasons.append(f"FA4 writes bfloat16, but the model is {spec.dtype}")
     return reasons

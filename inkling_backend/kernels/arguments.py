@@ -18,7 +18,7 @@ from inkling_backend.kernels.side import Side
 
 
 def cache_arguments(query: Query, cache: LayerCache) -> tuple[torch.Tensor | int | None, ...]:
-    """The first nine arguments of an attention kernel; what a format has not is None."""
+    """The first arguments of an attention kernel; what a format or layout has not is None."""
     return (
         query.data,
         query.scale,
@@ -29,6 +29,8 @@ def cache_arguments(query: Query, cache: LayerCache) -> tuple[torch.Tensor | int
         cache.v_scale,
         cache.k_global,
         cache.v_global,
+        cache.k_first,
+        cache.v_first,
     )
 
 
@@ -114,7 +116,8 @@ class Example(NamedTuple):
             types[f"{side}_scale_ptr"] = "*u8" if fmt.block else "constexpr"
         for side, fmt in sides:
             types[f"{side}_global_ptr"] = "*fp32" if fmt.has_global_scale else "constexpr"
-        return types
+        first = "*bf16" if self.layout.sink_tokens else "constexpr"
+        return types | {"k_first_ptr": first, "v_first_ptr": first}
 
 
 def examples() -> Iterator[Example]:
@@ -147,6 +150,17 @@ def examples() -> Iterator[Example]:
         window = ("window",) if name == "mxfp8" else ()
         yield Example(f"verify-{name}", layout, 4, "bf16", name == "mxfp8", window, q_len)
         yield Example(f"tree-{name}", layout, 4, "bf16", name == "mxfp8", (), q_len, tree=True)
+    for k, v, head_dim, group, q_len in (
+        ("nvfp4", "nvfp4", 128, 4, 1),
+        ("mxfp8", "nvfp4", 128, 4, 1),
+        ("kvfp4", "kvfp4", 256, 7, 1),
+        ("mxfp8", "mxfp8", 64, 8, 1),
+        ("nvfp4", "nvfp4", 128, 4, 4),
+    ):
+        layout = CacheLayout(get_format(k), get_format(v), 8, head_dim, head_dim, sink_tokens=4)
+        asked = ("window", "sinks_ptr") if head_dim == 64 else ()
+        name = f"first-{k}-{v}-d{head_dim}-q{q_len}"
+        yield Example(name, layout, group, "bf16", False, asked, q_len)
     encoder = CacheLayout(mxfp8, mxfp8, 8, 96, 96)
     yield Example("features-encoder", encoder, 1, "fp16", True, ("softcap_log2",))
 

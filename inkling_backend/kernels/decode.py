@@ -28,7 +28,7 @@ from inkling_backend.kernels.arguments import (
     examples,
     layer_arguments,
 )
-from inkling_backend.kernels.codec import load_query, load_rows, to_float32
+from inkling_backend.kernels.codec import load_query, load_tokens, to_float32
 from inkling_backend.kernels.compile_case import CompileCase
 from inkling_backend.kernels.configs import (
     KernelConfig,
@@ -178,8 +178,10 @@ def attend_split(
     q,
     k_ptr,
     k_scale_ptr,
+    k_first_ptr,
     v_ptr,
     v_scale_ptr,
+    v_first_ptr,
     table_ptr,
     head,
     start,
@@ -227,7 +229,7 @@ def attend_split(
         pos, slot, live = tile_slots(table_ptr, tile, end, K.page, BLOCK_N)
         if oldest is not None:
             live = live & (pos >= oldest)
-        k = load_rows(k_ptr, k_scale_ptr, slot, head, live, K)  # [N, DK]
+        k = load_tokens(k_ptr, k_scale_ptr, k_first_ptr, tile, pos, slot, head, live, K)  # [N, DK]
         logits = raw_logits(q, k)
         if softcap_log2 is not None:
             logits = soft_cap(logits, scale_log2 / softcap_log2, softcap_log2)
@@ -237,7 +239,7 @@ def attend_split(
             logits = add_bias(logits, factor, biases, distance, bias_extent)
         seen = _seen(pos, live, token, tree, newest, oldest, Q_LEN)
         logits = tl.where(seen, logits, float("-inf"))
-        v = load_rows(v_ptr, v_scale_ptr, slot, head, live, V)  # [N, DV]
+        v = load_tokens(v_ptr, v_scale_ptr, v_first_ptr, tile, pos, slot, head, live, V)  # [N, DV]
         if Q_LEN > 1:
             # As in extend: a NaN must not reach the query tokens before it.
             bad = ~finite(to_float32(v))
@@ -250,7 +252,7 @@ def attend_split(
                 pos, slot, live = tile_slots(table_ptr, tile, end, K.page, BLOCK_N)
                 if oldest is not None:
                     live = live & (pos >= oldest)
-                v = load_rows(v_ptr, v_scale_ptr, slot, head, live, V)  # [N, DV]
+                v = load_tokens(v_ptr, v_scale_ptr, v_first_ptr, tile, pos, slot, head, live, V)
                 acc = mark_seen(acc, _seen(pos, live, token, tree, newest, oldest, Q_LEN), v)
     # A sum that is a product alone, as in `tile.soft_cap`.
     return acc, tl.fma(row_max, step_log2, 0.0), row_sum
@@ -305,6 +307,8 @@ def _decode_kernel(
     v_scale_ptr,
     k_global_ptr,
     v_global_ptr,
+    k_first_ptr,
+    v_first_ptr,
     page_table_ptr,
     seq_lens_ptr,
     tree_ptr,
@@ -368,8 +372,10 @@ def _decode_kernel(
             q,
             k_ptr,
             k_scale_ptr,
+            k_first_ptr,
             v_ptr,
             v_scale_ptr,
+            v_first_ptr,
             page_table_ptr + request.to(tl.int64) * MAX_PAGES,
             head,
             start,

@@ -28,7 +28,7 @@ from inkling_backend.kernels.arguments import (
     examples,
     layer_arguments,
 )
-from inkling_backend.kernels.codec import load_query, load_rows, to_float32
+from inkling_backend.kernels.codec import load_query, load_tokens, to_float32
 from inkling_backend.kernels.compile_case import CompileCase
 from inkling_backend.kernels.configs import KernelConfig, extend_config
 from inkling_backend.kernels.tile import (
@@ -67,6 +67,8 @@ def _extend_kernel(
     v_scale_ptr,
     k_global_ptr,
     v_global_ptr,
+    k_first_ptr,
+    v_first_ptr,
     page_table_ptr,
     seq_lens_ptr,
     qo_indptr_ptr,
@@ -162,7 +164,7 @@ def _extend_kernel(
             tiles_from, tiles_to = whole, end
         for tile in range(tiles_from, tiles_to, BLOCK_N):
             pos_k, slot, live = tile_slots(table_ptr, tile, end, K.page, BLOCK_N)
-            k = load_rows(k_ptr, k_scale_ptr, slot, head, live, K)  # [N, DK]
+            k = load_tokens(k_ptr, k_scale_ptr, k_first_ptr, tile, pos_k, slot, head, live, K)
             logits = raw_logits(q, k)
             if softcap_log2 is not None:
                 logits = soft_cap(logits, scale_log2 / softcap_log2, softcap_log2)
@@ -170,7 +172,7 @@ def _extend_kernel(
                 factor = 1.0 if softcap_log2 is not None else scale_log2
                 distance = pos_q[:, None] - pos_k[None, :]
                 logits = add_bias(logits, factor, biases, distance, bias_extent)
-            v = load_rows(v_ptr, v_scale_ptr, slot, head, live, V)  # [N, DV]
+            v = load_tokens(v_ptr, v_scale_ptr, v_first_ptr, tile, pos_k, slot, head, live, V)
             if stage != 1:
                 logits = tl.where(_sees(pos_k, first, last), logits, float("-inf"))
                 # Zero times NaN is NaN: a NaN of a later token would reach the rows before it that
@@ -184,7 +186,7 @@ def _extend_kernel(
         # Rare: now what was taken out goes, as NaN, to the rows that see it.
         for tile in range(begin if window is not None else whole, end, BLOCK_N):
             pos_k, slot, live = tile_slots(table_ptr, tile, end, K.page, BLOCK_N)
-            v = load_rows(v_ptr, v_scale_ptr, slot, head, live, V)  # [N, DV]
+            v = load_tokens(v_ptr, v_scale_ptr, v_first_ptr, tile, pos_k, slot, head, live, V)
             acc = mark_seen(acc, _sees(pos_k, first, last), v)
     # And an Inf that a row saw in a whole tile ends like that, too.
     acc = finite_or_nan(acc)

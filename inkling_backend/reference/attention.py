@@ -8,7 +8,7 @@ from inkling_backend.errors import InvalidTensorError
 from inkling_backend.formats.layer_attention import LayerAttention
 from inkling_backend.formats.layout import LayerCache
 from inkling_backend.formats.query import Query
-from inkling_backend.reference.gather import read_rows
+from inkling_backend.reference.gather import read_request
 from inkling_backend.reference.pages import scale_index
 
 # Rows computed together, cut at multiples of this position: every row meets the same matrix shapes
@@ -63,7 +63,7 @@ def attend(
         positions = torch.arange(length, device=page_table.device)
         slots = page_table[b, positions // page].long() * page + positions % page
         index = scale_index(cache.layout, slots)
-        k, v = read_rows(slots, cache, "k", index), read_rows(slots, cache, "v", index)
+        k, v = (read_request(slots, cache, side, index) for side in ("k", "v"))
         words = None if tree is None else tree[first:last]
         bias = None if layer.bias is None else layer.bias[first:last].float()
         out[first:last] = _attend_one(q[first:last], k, v, layer, words, bias)

@@ -99,10 +99,12 @@ def make_world(
     dtype: torch.dtype = torch.bfloat16,
     max_context: int = 1024,
     k_scale: float = 1.0,
+    sink_tokens: int = 0,
 ) -> World:
     """Stores random tokens in shuffled pages; every other byte of the cache decodes to NaN."""
     v = v or k
-    layout = CacheLayout(get_format(k), get_format(v), kv_heads, k_dim, v_dim or k_dim, page)
+    formats = get_format(k), get_format(v)
+    layout = CacheLayout(*formats, kv_heads, k_dim, v_dim or k_dim, page, sink_tokens)
     num_pages = 1 + sum(-(-n // page) for n in lens) + 2
     pool = KVCachePool(layout, 1, num_pages, device)
     cache = pool.layer(0)
@@ -134,6 +136,17 @@ def slots_of(world: World, request: int) -> torch.Tensor:
     return world.slot_table[world.rows[request], : world.lens[request]].long()
 
 
+def rows_of(world: World, slots: torch.Tensor, side: str) -> torch.Tensor:
+    """What a request's tokens are read as, ``[length, kv heads, D]`` float32."""
+    cache, page = world.cache, world.layout.page_size
+    rows = gather(slots, cache, side, torch.float32)
+    first, scale = getattr(cache, f"{side}_first"), getattr(cache, f"{side}_global")
+    for position in range(min(world.layout.sink_tokens, len(slots))):
+        kept = first[slots[position] // page, position].float()
+        rows[position] = kept if scale is None else kept * scale
+    return rows
+
+
 def attend_exactly(
     world: World,
     request: int,
@@ -160,8 +173,7 @@ def attend_exactly(
     n, length = q.shape[0], len(slots)
     if length == 0:
         return torch.zeros(n, world.num_q_heads, world.layout.v_head_dim, dtype=torch.float64)
-    k = gather(slots, world.cache, "k", torch.float32).cpu().to(real)
-    v = gather(slots, world.cache, "v", torch.float32).cpu().to(real)
+    k, v = (rows_of(world, slots, side).cpu().to(real) for side in ("k", "v"))
     k, v = (x.repeat_interleave(world.group, dim=1) for x in (k, v))
     logits = torch.einsum("nhd,thd->hnt", q.cpu().to(real), k) * layer.sm_scale
     if layer.softcap is not None:

@@ -142,6 +142,7 @@ class InklingAttnBackend(AttentionBackend):
             query="mxfp8" if spec.quantize_query else str(spec.dtype).removeprefix("torch."),
             keys=self._flags.inkling_key_transform,
             nvfp4_scale=self._flags.inkling_nvfp4_scale if "nvfp4" in formats else "none",
+            sink_tokens=self.layout.sink_tokens,
             kernels=self.runner.kernels,
             bytes_per_token=self.pools.bytes_per_token,
             pool_tokens=self.pools.size.tokens,
@@ -160,7 +161,7 @@ class InklingAttnBackend(AttentionBackend):
         layout = self.layout
         logger.info(
             "inkling: %sKV cache recipe %s, %d bytes per token (%s), %d tokens in the "
-            "pool, %.2fx the tokens of BF16, %s on %s, queries in %s%s%s, workspace %.1f MiB",
+            "pool, %.2fx the tokens of BF16, %s on %s, queries in %s%s%s%s, workspace %.1f MiB",
             whose,
             facts.recipe,
             facts.bytes_per_token,
@@ -172,6 +173,7 @@ class InklingAttnBackend(AttentionBackend):
             facts.query,
             "" if facts.keys == "none" else f", keys under {facts.keys}",
             ", NVFP4 scales by fouroversix" if facts.nvfp4_scale == "fouroversix" else "",
+            f", sink tokens {facts.sink_tokens}" if facts.sink_tokens else "",
             facts.workspace_bytes / 2**20,
         )
         windows = sum(window_of(layer) is not None for layer in layers)
