@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -35,9 +36,15 @@ class RealEngine:
     Args:
         options: keywords of ``sglang.Engine``.
         env: environment variables on top of `launch.environment`.
+        seconds: it is ended after these; None for never.
     """
 
-    def __init__(self, options: Mapping[str, object], env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        options: Mapping[str, object],
+        env: Mapping[str, str] | None = None,
+        seconds: float | None = None,
+    ) -> None:
         self._log = tempfile.NamedTemporaryFile(  # noqa: SIM115 - closed by close()
             prefix="engine-", suffix=".log"
         )
@@ -50,6 +57,10 @@ class RealEngine:
             env=environment(env),
             start_new_session=True,
         )
+        self._limit = threading.Timer(seconds or threading.TIMEOUT_MAX, stop, [self._process])
+        self._limit.daemon = True
+        if seconds is not None:
+            self._limit.start()
         try:
             self._read()
         except BaseException:
@@ -76,6 +87,7 @@ class RealEngine:
         """End the engine and its children. Can be called twice."""
         if self._log.closed:
             return
+        self._limit.cancel()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe:
                 pipe.close()

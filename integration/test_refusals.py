@@ -72,6 +72,12 @@ CASES: dict[str, tuple[str, str | None, Mapping[str, object], tuple[str, ...]]] 
         {"inkling_nvfp4_scale": "fouroversix"},
         ("is a rule of NVFP4 blocks",),
     ),
+    "sink tokens of a BF16 cache": (
+        "llama",
+        "bf16",
+        {"inkling_sink_tokens": 1},
+        ("which keeps every token in BF16",),
+    ),
     "recipe of a layer that is none": (
         "llama",
         "nvfp4",

@@ -105,6 +105,33 @@ def test_layers_have_recipes_of_their_own(model: Path, tmp_path: Path) -> None:
     assert 0 <= beyond <= 16 * 1024
 
 
+def test_sink_tokens_are_read_in_bf16(model: Path, tmp_path: Path) -> None:
+    probe, seen = Probe(tmp_path), []
+    for sinks in (0, 4):
+        chosen = options(model, "nvfp4", inkling_sink_tokens=sinks, inkling_key_transform="rotate")
+        with RealEngine(chosen, env=probe.env) as engine:
+            assert ("sink tokens 4" in engine.log) is (sinks == 4)
+            assert "Paris" in engine.ask(QUESTION)
+            prompt = engine.encode(LONG)
+            params = {"max_new_tokens": 12, "ignore_eos": True}
+            (miss,) = engine.generate(input_ids=[prompt], sampling_params=params)
+            (hit,) = engine.generate(input_ids=[prompt], sampling_params=params)
+            assert hit["meta_info"]["cached_tokens"] >= 256
+            assert hit["output_ids"] == miss["output_ids"]
+            engine.call("flush_cache")
+            assert probe.padding_is_untouched
+            answer = engine.generate(
+                input_ids=[prompt], sampling_params={"max_new_tokens": 1}, return_logprob=True
+            )
+            seen.append(answer[0]["meta_info"]["output_token_logprobs"])
+        pool = probe.pool
+        # Of 3 heads of 64: 36 bytes in NVFP4, and in BF16 128 of 4 tokens a page of 128.
+        assert pool["bytes_per_token"] == 30 * 2 * 3 * (36 + sinks)
+        beyond = pool["nbytes"] - (pool["tokens"] + pool["page_size"]) * pool["bytes_per_token"]
+        assert 0 <= beyond <= 16 * 1024
+    assert seen[0] != seen[1], "the rows in BF16 were read"
+
+
 @pytest.mark.parametrize("config", [GEMMA2, GRANITE_SWA], ids=["soft-cap", "sinks"])
 def test_centers_are_refused_where_the_shift_shows(
     config: dict[str, object], tmp_path: Path

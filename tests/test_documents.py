@@ -33,7 +33,9 @@ SERVER = (
     *("formats/layout.py", "formats/spec.py"),
     *(f"engines/sglang/{name}.py" for name in ("backend", "check", "flags", "patches")),
     *(f"engines/sglang/{name}.py" for name in ("host_pool", "pool", "pools", "requirements")),
+    "engines/sglang/inkling_model.py",
     "engines/sglang/layer_recipes.py",
+    "engines/sglang/sink_tokens.py",
     "engines/sglang/speculation.py",
 )
 TOOLS = (

@@ -1,7 +1,8 @@
 """The cache buffers of one model, in any pair of formats.
 
-Per layer: K and V data, and their scale bytes where the format has any, each a tensor of its own.
-Whatever moves, copies or exports a token takes its scales along.
+Per layer: K and V data, their scale bytes where the format has any, and the rows of sink tokens
+where the layout has any, each a tensor of its own. Whatever moves, copies or exports a token takes
+its scales along; what moves pages takes their sink tokens along, too.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from inkling_backend.errors import InvalidTensorError
+from inkling_backend.errors import InvalidTensorError, UnsupportedError
 from inkling_backend.formats.layout import CacheLayout, LayerCache, SideLayout
 from inkling_backend.formats.spec import Quantized
 
@@ -21,7 +22,7 @@ Allocate = Callable[..., torch.Tensor]
 class Buffer(NamedTuple):
     """One buffer of the pool, for those who transfer pages.
 
-    name:           ``layer{i}.{k_data|k_scale|v_data|v_scale}``.
+    name:           ``layer{i}.{k_data|k_first|k_scale|v_data|v_first|v_scale}``.
     tensor:         the buffer; page p is bytes ``[p * bytes_per_page, (p + 1) * bytes_per_page)``.
     bytes_per_page: a page's bytes, contiguous.
     """
@@ -32,7 +33,7 @@ class Buffer(NamedTuple):
 
     @property
     def part(self) -> str:
-        """``k_data``, ``k_scale``, ``v_data`` or ``v_scale``."""
+        """The name without the layer."""
         return self.name.partition(".")[2]
 
 
@@ -96,6 +97,12 @@ class KVCachePool:
             shape = layout.data_shape(side, num_pages)
             return allocate(shape, dtype=side.format.data_dtype, device=device)
 
+        def first(each: CacheLayout, side: SideLayout) -> torch.Tensor | None:
+            if not each.sink_tokens:
+                return None
+            shape = each.first_shape(side, num_pages)
+            return allocate(shape, dtype=torch.bfloat16, device=device)
+
         def scale(side: SideLayout) -> torch.Tensor | None:
             if not side.format.block:
                 return None
@@ -122,6 +129,8 @@ class KVCachePool:
                 _entry(self.v_global, i, each.v),
                 None if self.k_center is None else self.k_center[i],
                 rotates,
+                first(each, each.k),
+                first(each, each.v),
             )
             for i, each in enumerate(self.layouts)
         ]
@@ -144,8 +153,8 @@ class KVCachePool:
     def nbytes(self) -> int:
         """Bytes of every buffer.
 
-        That is ``bytes_per_token * num_slots``, four bytes per layer for each side of which some
-        layer's format has a global scale, and the centers.
+        That is ``bytes_per_token * num_slots`` (less what it rounds up), four bytes per layer for
+        each side of which some layer's format has a global scale, and the centers.
         """
         fixed = [self.k_global, self.v_global, self.k_center]
         small = sum(tensor.nbytes for tensor in fixed if tensor is not None)
@@ -163,7 +172,7 @@ class KVCachePool:
     def transfers(self) -> list[Buffer]:
         """`buffers` as an engine describes a pool to another: K's of all layers, then V's.
 
-        The data of all layers come before their scales. A peer of the same layout has the same
+        The data of all layers come before the rest. A peer of the same layout has the same
         list; page by page, entry i goes to its entry i.
         """
         parts = sorted({buffer.part for buffer in self.buffers()})
@@ -175,7 +184,11 @@ class KVCachePool:
         Args:
             dst, src: ``[T]`` integer slots on the pool's device; they may overlap. A token whose
                 ``dst`` is 0 or negative is skipped.
+
+        Raises:
+            UnsupportedError: the layout has sink tokens (of the next two methods, too).
         """
+        self._refuse_single_tokens()
         if dst.shape != src.shape or dst.ndim != 1:
             raise InvalidTensorError("src", "shape of dst", tuple(dst.shape), tuple(src.shape))
         real = dst > 0
@@ -228,6 +241,7 @@ class KVCachePool:
         Args:
             slots: ``[T]`` integer slots on the pool's device.
         """
+        self._refuse_single_tokens()
         exported = []
         for cache in self._layers:
             indices = self._indices(cache.layout, slots.to(torch.int64))
@@ -246,6 +260,7 @@ class KVCachePool:
             slots: ``[T]`` integer slots on the pool's device, all positive.
             rows: one entry per layer.
         """
+        self._refuse_single_tokens()
         if len(rows) != self.num_layers:
             raise InvalidTensorError("rows", "one entry per layer,", self.num_layers, len(rows))
         for cache, layer_rows in zip(self._layers, rows, strict=True):
@@ -256,6 +271,11 @@ class KVCachePool:
                     got = f"{tuple(part.shape)} {part.dtype}"
                     raise InvalidTensorError("rows", "tokens", (slots.shape[0],), got)
                 tensor[index] = part.to(tensor.device)
+
+    def _refuse_single_tokens(self) -> None:
+        if any(layout.sink_tokens for layout in self.layouts):
+            reason = "a token that comes to the first places of a page from others has no such row"
+            raise UnsupportedError("moving single tokens of pages with sink tokens", [reason])
 
     def _flat(self, cache: LayerCache) -> list[torch.Tensor]:
         """Buffers of a layer in the order and form that `_indices` indexes."""
@@ -285,7 +305,8 @@ def _entry(scales: torch.Tensor | None, layer: int, side: SideLayout) -> torch.T
 
 def _parts(cache: LayerCache) -> dict[str, torch.Tensor]:
     """The buffers of a layer that grow with the pool."""
-    parts = {name: getattr(cache, name) for name in ("k_data", "k_scale", "v_data", "v_scale")}
+    names = (f"{side}_{part}" for side in "kv" for part in ("data", "scale", "first"))
+    parts = {name: getattr(cache, name) for name in names}
     return {name: tensor for name, tensor in parts.items() if tensor is not None}
 
 

@@ -9,6 +9,7 @@ format's `ScaleOrder` says.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +18,8 @@ from inkling_backend.errors import InvalidTensorError, UnsupportedError
 from inkling_backend.formats.recipe import Recipe
 from inkling_backend.formats.spec import Format
 
+# Tokens of a page that may have rows in BF16 beside it, at most.
+MOST_SINK_TOKENS = 8
 # Tokens of a page that attention serves. Storing alone takes any power of two from 32 on.
 PAGE_SIZES = (32, 64, 128)
 DEFAULT_PAGE_SIZE = 128
@@ -59,7 +62,13 @@ class SideLayout:
 class CacheLayout:
     """Geometry of the pages of a model's layers.
 
-    K and V carry their formats apart. Layers may differ in their formats, and in nothing else.
+    K and V carry their formats apart. Layers may differ in their formats, and in nothing else; a
+    layer in BF16 has no sink tokens.
+
+    Attributes:
+        sink_tokens: first tokens of every page whose rows are kept in BF16, too. Attention reads
+            those of a request's first page, the request's first tokens: attention sinks, whose
+            error reaches every output.
     """
 
     k_format: Format
@@ -68,11 +77,18 @@ class CacheLayout:
     k_head_dim: int
     v_head_dim: int
     page_size: int = DEFAULT_PAGE_SIZE
+    sink_tokens: int = 0
 
     def __post_init__(self) -> None:
         reasons = self.reasons_against(
             self.k_format, self.v_format, self.k_head_dim, self.v_head_dim, self.page_size
         )
+        if not 0 <= self.sink_tokens <= MOST_SINK_TOKENS:
+            reasons.append(
+                f"{self.sink_tokens} sink tokens are asked for: 0 to {MOST_SINK_TOKENS} are kept"
+            )
+        if self.sink_tokens and not all(fmt.block for fmt in self.formats):
+            reasons.append("sink tokens are kept in BF16, which this cache is in: set them to 0")
         if reasons:
             raise UnsupportedError("this cache layout", reasons)
 
@@ -110,10 +126,15 @@ class CacheLayout:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that one token takes in one layer, K and V, data and scales."""
-        return self.num_kv_heads * (
-            self.k_format.row_bytes(self.k_head_dim) + self.v_format.row_bytes(self.v_head_dim)
-        )
+        """Bytes that one token takes in one layer, K and V, data and scales, and its share of its
+        page's sink tokens, rounded up."""
+        rows = self.k_format.row_bytes(self.k_head_dim) + self.v_format.row_bytes(self.v_head_dim)
+        return self.num_kv_heads * rows + math.ceil(self.sink_bytes / self.page_size)
+
+    @property
+    def sink_bytes(self) -> int:
+        """Bytes of the sink tokens' rows in BF16 that go with a page, K and V."""
+        return self.sink_tokens * self.bytes_per_token_bf16
 
     @property
     def bytes_per_token_bf16(self) -> int:
@@ -131,7 +152,8 @@ class CacheLayout:
         Raises:
             UnsupportedError: the heads do not fit its formats.
         """
-        return replace(self, k_format=recipe.k, v_format=recipe.v)
+        sink_tokens = self.sink_tokens if recipe.is_quantized else 0
+        return replace(self, k_format=recipe.k, v_format=recipe.v, sink_tokens=sink_tokens)
 
     def data_shape(self, side: SideLayout, num_pages: int) -> tuple[int, int, int]:
         """Shape of a data buffer: (slots, kv heads, items of a row)."""
@@ -140,6 +162,10 @@ class CacheLayout:
     def scale_shape(self, side: SideLayout, num_pages: int) -> tuple[int, int, int]:
         """Shape of a scale buffer: (pages, kv heads, page_size * blocks) uint8."""
         return num_pages, self.num_kv_heads, self.page_size * side.blocks
+
+    def first_shape(self, side: SideLayout, num_pages: int) -> tuple[int, int, int, int]:
+        """Shape of the sink tokens' rows: (pages, sink tokens, kv heads, head_dim) bfloat16."""
+        return num_pages, self.sink_tokens, self.num_kv_heads, side.head_dim
 
     def scale_offsets(self, side: SideLayout, slots: torch.Tensor) -> torch.Tensor:
         """Flat index of every scale byte of the given slots.
@@ -169,8 +195,10 @@ class LayerCache:
     k_global, v_global: ``[1]`` float32 on the device, or None for a format without a global scale.
     k_center:           ``[kv heads, k_head_dim]`` float32 taken from every stored key, or None.
     rotates:            whether stored keys, and queries that meet them, are rotated.
+    k_first, v_first:   ``layout.first_shape`` bfloat16, or None without sink tokens: rows as they
+                        were before they were quantized, over the global scale.
 
-    The last two are the key transform (`inkling_backend.transforms`); V has none.
+    Center and rotation are the key transform (`inkling_backend.transforms`); V has none.
     """
 
     layout: CacheLayout
@@ -182,6 +210,8 @@ class LayerCache:
     v_global: torch.Tensor | None = None
     k_center: torch.Tensor | None = None
     rotates: bool = False
+    k_first: torch.Tensor | None = None
+    v_first: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         layout = self.layout
@@ -192,6 +222,9 @@ class LayerCache:
                 self._check(f"{name}_scale", layout.scale_shape(side, num_pages), torch.uint8)
             if side.format.has_global_scale:
                 self._check(f"{name}_global", (1,), torch.float32)
+            if layout.sink_tokens:
+                shape = layout.first_shape(side, num_pages)
+                self._check(f"{name}_first", shape, torch.bfloat16)
         if self.k_center is not None:
             self._check("k_center", (layout.num_kv_heads, layout.k_head_dim), torch.float32)
 

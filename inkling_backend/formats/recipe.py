@@ -51,6 +51,11 @@ class Recipe:
         return (self.k.bits_per_element + self.v.bits_per_element) / 2
 
     @property
+    def is_quantized(self) -> bool:
+        """Whether K and V are in formats with block scales, not in BF16."""
+        return bool(self.k.block and self.v.block)
+
+    @property
     def takes_mxfp8_query(self) -> bool:
         """Whether Q may be MXFP8: where K is, so that both sides of a product are of one format."""
         return self.k is MXFP8

@@ -18,7 +18,7 @@ from inkling_backend.kernels.side import Side
 
 
 def cache_arguments(query: Query, cache: LayerCache) -> tuple[torch.Tensor | int | None, ...]:
-    """The first nine arguments of an attention kernel; what a format has not is None."""
+    """The first arguments of an attention kernel; what a format or layout has not is None."""
     return (
         query.data,
         query.scale,
@@ -29,6 +29,8 @@ def cache_arguments(query: Query, cache: LayerCache) -> tuple[torch.Tensor | int
         cache.v_scale,
         cache.k_global,
         cache.v_global,
+        cache.k_first,
+        cache.v_first,
     )
 
 
@@ -40,6 +42,13 @@ def layer_arguments(layer: LayerAttention) -> tuple[Any, ...]:
     """
     softcap = None if layer.softcap is None else layer.softcap * math.log2(math.e)
     return layer.sm_scale * math.log2(math.e), layer.window, softcap, layer.sinks
+
+
+def bias_arguments(layer: LayerAttention) -> tuple[Any, ...]:
+    """bias_ptr, bias_row_stride, bias_head_stride, bias_extent; None, all of them, without one."""
+    if layer.bias is None:
+        return None, None, None, None
+    return layer.bias, layer.bias.stride(0), layer.bias.stride(1), layer.bias.shape[2]
 
 
 def cache_constants(layout: CacheLayout, group: int, max_pages: int) -> dict[str, Any]:
@@ -65,6 +74,7 @@ class Example(NamedTuple):
     features: names of the arguments of `layer_arguments` that are not None.
     q_len: query tokens of a request in decode.
     tree: whether they are a tree.
+    biased: whether logits have a relative bias.
     """
 
     name: str
@@ -75,6 +85,7 @@ class Example(NamedTuple):
     features: tuple[str, ...] = ()
     q_len: int = 1
     tree: bool = False
+    biased: bool = False
 
     @property
     def rows(self) -> int:
@@ -86,6 +97,12 @@ class Example(NamedTuple):
         types = {"window": "i32", "softcap_log2": "fp32", "sinks_ptr": f"*{self.dtype}"}
         absent = dict.fromkeys(set(types) - set(self.features), "constexpr")
         return {"sm_scale_log2": "fp32", **types, **absent}
+
+    def bias_signature(self) -> dict[str, str]:
+        """Types of `bias_arguments`."""
+        integers = ("bias_row_stride", "bias_head_stride", "bias_extent")
+        types = {"bias_ptr": f"*{self.dtype}", **dict.fromkeys(integers, "i32:16")}
+        return types if self.biased else dict.fromkeys(types, "constexpr")
 
     def signature(self) -> dict[str, str]:
         """Types of `cache_arguments`."""
@@ -99,7 +116,8 @@ class Example(NamedTuple):
             types[f"{side}_scale_ptr"] = "*u8" if fmt.block else "constexpr"
         for side, fmt in sides:
             types[f"{side}_global_ptr"] = "*fp32" if fmt.has_global_scale else "constexpr"
-        return types
+        first = "*bf16" if self.layout.sink_tokens else "constexpr"
+        return types | {"k_first_ptr": first, "v_first_ptr": first}
 
 
 def examples() -> Iterator[Example]:
@@ -130,8 +148,34 @@ def examples() -> Iterator[Example]:
         window = ("window",) if name == "mxfp8" else ()
         yield Example(f"verify-{name}", layout, 4, "bf16", name == "mxfp8", window, q_len)
         yield Example(f"tree-{name}", layout, 4, "bf16", name == "mxfp8", (), q_len, tree=True)
+    for k, v, head_dim, group, q_len in (
+        ("nvfp4", "nvfp4", 128, 4, 1),
+        ("mxfp8", "nvfp4", 128, 4, 1),
+        ("kvfp4", "kvfp4", 256, 7, 1),
+        ("mxfp8", "mxfp8", 64, 8, 1),
+        ("nvfp4", "nvfp4", 128, 4, 4),
+    ):
+        layout = CacheLayout(get_format(k), get_format(v), 8, head_dim, head_dim, sink_tokens=4)
+        asked = ("window", "sinks_ptr") if head_dim == 64 else ()
+        name = f"first-{k}-{v}-d{head_dim}-q{q_len}"
+        yield Example(name, layout, group, "bf16", False, asked, q_len)
     encoder = CacheLayout(mxfp8, mxfp8, 8, 96, 96)
     yield Example("features-encoder", encoder, 1, "fp16", True, ("softcap_log2",))
+
+
+def biased_examples() -> Iterator[Example]:
+    """Layers of Inkling, for the kernels that take a bias."""
+    for name, q_len, features in (
+        ("mxfp8", 1, ("window",)),
+        ("nvfp4", 1, ()),
+        ("bf16", 1, ("window",)),
+        ("mxfp8", 4, ()),
+    ):
+        fmt = get_format(name)
+        layout = CacheLayout(fmt, fmt, 8, 128, 128)
+        case = f"bias-{name}" + (f"-verify{q_len}" if q_len > 1 else "")
+        quantized = name == "mxfp8"
+        yield Example(case, layout, 4, "bf16", quantized, features, q_len, biased=True)
 
 
 def compile_case(

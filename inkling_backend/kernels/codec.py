@@ -194,6 +194,26 @@ def load_rows(
 
 
 @triton.jit
+def load_tokens(data_ptr, scale_ptr, first_ptr, tile, pos, slot, head, mask, SIDE: tl.constexpr):
+    """`load_rows` of neighbours in a request, sink tokens from their rows in BF16.
+
+    Args:
+        first_ptr: ``[pages, SIDE.first, heads, dim]`` bfloat16, None without sink tokens.
+        tile, pos: position of the first token, a scalar, and of every token ``[N]``.
+    """
+    x = load_rows(data_ptr, scale_ptr, slot, head, mask, SIDE)
+    if SIDE.first > 0:  # noqa: SIM102 - this is decided when compiling
+        if tile < SIDE.first:
+            cols = tl.arange(0, SIDE.pad)
+            row = (slot // SIDE.page * SIDE.first + pos) * SIDE.heads + head
+            p_first = first_ptr + (row * SIDE.dim)[:, None] + cols[None, :]
+            kept = pos < SIDE.first
+            m_first = _row_mask(mask & kept, cols, SIDE.dim, SIDE.pad)
+            x = tl.where(kept[:, None], tl.load(p_first, mask=m_first, other=0.0), x)
+    return x
+
+
+@triton.jit
 def load_query(
     data_ptr,
     scale_ptr,

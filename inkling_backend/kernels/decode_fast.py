@@ -44,6 +44,7 @@ from inkling_backend.kernels.configs import (
 )
 from inkling_backend.kernels.decode import DecodeCall, decode_case
 from inkling_backend.kernels.decode_redo import decode_redo
+from inkling_backend.kernels.first_tokens import first_tokens
 from inkling_backend.kernels.launch import places_next, wait_for_previous
 from inkling_backend.kernels.plan import load_record
 from inkling_backend.kernels.query_rows import query_offset, query_rows, scaled_query, tree_words
@@ -145,6 +146,8 @@ def _decode_fast_kernel(
     v_scale_ptr,
     k_global_ptr,
     v_global_ptr,
+    k_first_ptr,
+    v_first_ptr,
     page_table_ptr,
     seq_lens_ptr,
     tree_ptr,
@@ -224,6 +227,20 @@ def _decode_fast_kernel(
         if window is not None:
             oldest = newest - window
             start = tl.maximum(start, oldest // BLOCK_N * BLOCK_N)
+        if K.first > 0:  # noqa: SIM102 - this is decided when compiling
+            if start == 0:
+                top, total, acc = first_tokens(
+                    *(top, total, acc, q, scale, step, k_first_ptr, v_first_ptr),
+                    *(tl.load(table_ptr), head, end),
+                    newest if Q_LEN > 1 else None,
+                    oldest if window is not None else None,
+                    token,
+                    tree if tree_ptr is not None else None,
+                    softcap_log2,
+                    Q_LEN=Q_LEN,
+                    K=K,
+                    V=V,
+                )
         for tile in range(start, end, BLOCK_N):
             page = tl.load(table_ptr + tile // K.page)
             first = tl.multiple_of(tile % K.page, BLOCK_N)
@@ -259,6 +276,9 @@ def _decode_fast_kernel(
                 if window is not None:  # noqa: SIM102 - this is decided when compiling
                     if tile < oldest + Q_LEN - 1:
                         s = tl.where(place >= oldest, s, float("-inf"))
+            if K.first > 0:  # noqa: SIM102 - this is decided when compiling
+                if tile < K.first:
+                    s = tl.where((tile + i_n >= K.first)[:, None], s, float("-inf"))
             # Fourteen powers of two of float16 are left above 1: they keep small probabilities.
             new_top = tl.maximum(top, tl.max(s, 0) * step - 14.0)
             base = new_top

@@ -258,7 +258,10 @@ def encode(x, global_scale, SIDE: tl.constexpr, HARDWARE: tl.constexpr):
 
 @triton.jit
 def store_rows(data_ptr, scale_ptr, slot, head, mask, data, scale, SIDE: tl.constexpr):
-    """Write what `encode` returned; the arguments are those of `load_rows`."""
+    """Write what `encode` returned; the arguments are those of `load_rows`.
+
+    Rows in BF16 beside the cache's own format have None for scales.
+    """
     U: tl.constexpr = data.shape[0]
     ITEMS: tl.constexpr = data.shape[2]  # of a unit
     UNIT: tl.constexpr = SIDE.pad // U
@@ -270,7 +273,25 @@ def store_rows(data_ptr, scale_ptr, slot, head, mask, data, scale, SIDE: tl.cons
     p_data = data_ptr + (row[None, :] + unit * ITEMS)[:, :, None]
     p_data = p_data + tl.arange(0, ITEMS)[None, None, :]
     tl.store(p_data, data, mask=m_unit[:, :, None])
-    if SIDE.block > 0:
+    if SIDE.block > 0 and scale is not None:
         block = unit // (SIDE.block // UNIT)
         p_scale = scale_ptr + scale_offset(slot, head, SIDE)[None, :] + block * SIDE.s_blk
         tl.store(p_scale, scale, mask=m_unit & (unit % (SIDE.block // UNIT) == 0))
+
+
+@triton.jit
+def store_first(first_ptr, slot, head, mask, x, global_scale, SIDE: tl.constexpr):
+    """Write rows of the first tokens of pages in BF16, over the global scale.
+
+    Args:
+        first_ptr: ``[pages, SIDE.first, heads, dim]`` bfloat16.
+        slot, head, mask: as of `store_rows`; x, global_scale: as of `encode`.
+    """
+    offset = slot % SIDE.page
+    mask = mask & (offset < SIDE.first)
+    if tl.max(mask.to(tl.int32), 0) > 0:
+        if SIDE.fmt == "nvfp4":
+            x = tl.div_rn(x, tl.zeros_like(x) + global_scale)
+        rows = tl.reshape(round_bf16(x), (x.shape[0], x.shape[1], x.shape[2] * 8))
+        place = slot // SIDE.page * SIDE.first + offset
+        store_rows(first_ptr, None, place, head, mask, rows, None, SIDE)

@@ -24,6 +24,7 @@ class Side(NamedTuple):
     page:     tokens of a page.
     s_lo, s_hi, s_blk: `SideLayout.scale_strides`.
     four_over_six: `Format.four_over_six`; only the store cares.
+    first: `CacheLayout.sink_tokens`.
     """
 
     fmt: str
@@ -37,6 +38,7 @@ class Side(NamedTuple):
     s_hi: int
     s_blk: int
     four_over_six: bool = False
+    first: int = 0
 
     @classmethod
     def of(cls, layout: CacheLayout, side: SideLayout) -> Side:
@@ -53,4 +55,5 @@ class Side(NamedTuple):
             layout.page_size,
             *side.scale_strides,
             number_format.four_over_six,
+            layout.sink_tokens,
         )

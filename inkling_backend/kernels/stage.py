@@ -18,7 +18,7 @@ import triton.language as tl
 from inkling_backend.formats import Query
 from inkling_backend.formats.layout import CacheLayout, LayerCache
 from inkling_backend.kernels.arguments import examples
-from inkling_backend.kernels.codec import load_query, load_rows, to_float32
+from inkling_backend.kernels.codec import load_query, load_tokens, to_float32
 from inkling_backend.kernels.compile_case import CompileCase
 from inkling_backend.kernels.side import Side
 from inkling_backend.kernels.tile import tile_slots
@@ -44,6 +44,8 @@ def _stage_kernel(
     k_scale_ptr,
     v_ptr,
     v_scale_ptr,
+    k_first_ptr,
+    v_first_ptr,
     page_table_ptr,
     rows_ptr,
     k_out_ptr,
@@ -68,9 +70,9 @@ def _stage_kernel(
     table_ptr = page_table_ptr + request.to(tl.int64) * MAX_PAGES
     pos, slot, live = tile_slots(table_ptr, start, length, K.page, BLOCK)
     row = (tl.load(rows_ptr + 2 * request) + pos).to(tl.int64)
-    k = load_rows(k_ptr, k_scale_ptr, slot, head, live, K)
+    k = load_tokens(k_ptr, k_scale_ptr, k_first_ptr, start, pos, slot, head, live, K)
     _put_rows(k_out_ptr, k, row, i_head, live, capacity, K)
-    v = load_rows(v_ptr, v_scale_ptr, slot, head, live, V)
+    v = load_tokens(v_ptr, v_scale_ptr, v_first_ptr, start, pos, slot, head, live, V)
     bad = ~(tl.abs(to_float32(v)) < LARGE)
     v = tl.where(bad, 0.0, v)
     _put_rows(v_out_ptr, v, row, i_head, live, capacity, V)
@@ -109,6 +111,8 @@ def stage(
         cache.k_scale,
         cache.v_data,
         cache.v_scale,
+        cache.k_first,
+        cache.v_first,
         page_table,
         rows,
         k_out,

@@ -32,7 +32,7 @@ from inkling_backend.kernels.checks import (
 )
 from inkling_backend.kernels.codec import to_float32
 from inkling_backend.kernels.compile_case import CompileCase
-from inkling_backend.kernels.encode import encode, store_rows
+from inkling_backend.kernels.encode import encode, store_first, store_rows
 from inkling_backend.kernels.side import Side
 from inkling_backend.kernels.tile import to_dtype
 from inkling_backend.kernels.transform import transform
@@ -78,6 +78,7 @@ def _store_side(
     scale_ptr,
     global_ptr,
     center_ptr,
+    first_ptr,
     first,
     head,
     m_t,
@@ -95,6 +96,8 @@ def _store_side(
     global_scale = tl.load(global_ptr) if global_ptr is not None else 1.0
     data, scale = encode(x, global_scale, SIDE, HARDWARE)
     store_rows(data_ptr, scale_ptr, slot, head, m_t, data, scale, SIDE)
+    if SIDE.first > 0:
+        store_first(first_ptr, slot, head, m_t, x, global_scale, SIDE)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_slots"])
@@ -110,6 +113,8 @@ def store_kernel(
     k_global_ptr,
     v_global_ptr,
     k_center_ptr,
+    k_first_ptr,
+    v_first_ptr,
     q_data_ptr,
     q_scale_ptr,
     num_tokens,
@@ -143,6 +148,7 @@ def store_kernel(
             k_scale_ptr,
             k_global_ptr,
             k_center_ptr,
+            k_first_ptr,
             first,
             i_h,
             m_t,
@@ -161,6 +167,7 @@ def store_kernel(
             v_scale_ptr,
             v_global_ptr,
             None,
+            v_first_ptr,
             first,
             i_h - K.heads,
             m_t,
@@ -205,6 +212,7 @@ def _constants(
         s_hi=0,
         s_blk=1,
         four_over_six=False,
+        first=0,
     )
     return {
         "K": k,
@@ -282,6 +290,8 @@ def store(
         k_global_ptr=cache.k_global,
         v_global_ptr=cache.v_global,
         k_center_ptr=cache.k_center,
+        k_first_ptr=cache.k_first,
+        v_first_ptr=cache.v_first,
         q_data_ptr=written.data,
         q_scale_ptr=written.scale,
         num_tokens=num_tokens,
@@ -329,7 +339,8 @@ def _query_buffers(q: torch.Tensor, q_out: Query | None, quantize: bool) -> Quer
 
 
 def compile_cases() -> list[CompileCase]:
-    """Every recipe, NVFP4 by both rules: few tokens at a padded head dim, many at the largest."""
+    """Every recipe, NVFP4 by both rules: few tokens at a padded head dim, many at the largest; one
+    with sink tokens."""
     recipes = [*RECIPES.values()]
     recipes += [recipe.with_four_over_six() for recipe in recipes if recipe.has_nvfp4]
     shapes = (
@@ -337,7 +348,11 @@ def compile_cases() -> list[CompileCase]:
         (256, False, MIN_CAPABILITY),
         (128, False, FP8_CAPABILITY),
     )
+    sinks = CacheLayout(recipes[-1].k, recipes[-1].v, 8, 128, 128, sink_tokens=4)
     return [
+        _compile_case(sinks, True, FP8_CAPABILITY, True),
+        _compile_case(sinks, False, MIN_CAPABILITY, True),
+    ] + [
         _compile_case(
             CacheLayout(recipe.k, recipe.v, 8, head_dim, head_dim),
             few,
@@ -366,6 +381,8 @@ def _compile_case(
         signature[f"{x}_data_ptr"] = "*u8" if quantized else "*bf16"
         signature[f"{x}_scale_ptr"] = "*u8" if quantized else "constexpr"
         signature[f"{x}_global_ptr"] = "*fp32" if side.format.has_global_scale else "constexpr"
+    first = "*bf16" if layout.sink_tokens else "constexpr"
+    signature |= {"k_first_ptr": first, "v_first_ptr": first}
     signature["k_center_ptr"] = "*fp32" if transforms else "constexpr"
     signature["q_data_ptr"] = "*u8" if quantize_q else "*bf16"
     signature["q_scale_ptr"] = "*u8" if quantize_q else "constexpr"
@@ -378,6 +395,8 @@ def _compile_case(
     transformed = "-transformed" if transforms else ""
     if layout.v.format.four_over_six:
         transformed += "-fouroversix"
+    if layout.sink_tokens:
+        transformed += "-first"
     return CompileCase(
         name=f"store-{names[0]}-{names[1]}-d{layout.k_head_dim}-{tokens}{transformed}",
         kernel=store_kernel,

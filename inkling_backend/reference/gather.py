@@ -9,7 +9,13 @@ import torch
 from inkling_backend.errors import InvalidTensorError
 from inkling_backend.formats.layout import LayerCache
 from inkling_backend.formats.spec import Quantized
-from inkling_backend.reference.pages import Index, scale_index, scale_view, side_buffers
+from inkling_backend.reference.pages import (
+    Index,
+    first_rows,
+    scale_index,
+    scale_view,
+    side_buffers,
+)
 
 
 def gather(
@@ -18,7 +24,7 @@ def gather(
     side: Literal["k", "v"] = "k",
     dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """Read rows back.
+    """Read rows back, of sink tokens too those of the cache's own format.
 
     Args:
         slots: ``[T]`` int32 or int64; slot 0 and negative slots give rows of zeros.
@@ -37,6 +43,17 @@ def gather(
         raise InvalidTensorError("slots", "int32 or int64 of shape", "[T]", got)
     rows = read_rows(slots.clamp(min=0), cache, side)
     return torch.where((slots <= 0)[:, None, None], 0.0, rows).to(dtype)
+
+
+def read_request(slots: torch.Tensor, cache: LayerCache, name: str, index: Index) -> torch.Tensor:
+    """`read_rows` of a request's tokens from position 0 on, sink tokens from their rows in BF16."""
+    rows = read_rows(slots, cache, name, index)
+    count = min(cache.layout.sink_tokens, slots.shape[0])
+    if count:
+        first, global_scale = first_rows(cache, name)
+        kept = first[slots[0] // cache.layout.page_size, :count].float()
+        rows[:count] = kept if global_scale is None else kept * global_scale
+    return rows
 
 
 def read_rows(

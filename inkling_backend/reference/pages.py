@@ -25,6 +25,14 @@ def side_buffers(
     raise UnknownNameError("side", side, ("k", "v"))
 
 
+def first_rows(cache: LayerCache, side: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rows ``[pages, sink tokens, kv heads, D]`` of ``"k"`` or ``"v"`` of a cache with sink tokens,
+    and the global scale that they are divided by."""
+    rows, scale = {"k": (cache.k_first, cache.k_global), "v": (cache.v_first, cache.v_global)}[side]
+    assert rows is not None, "without sink tokens"
+    return rows, scale
+
+
 def scale_view(layout: CacheLayout, side: SideLayout, scale: torch.Tensor) -> torch.Tensor:
     """The scale buffer as ``[pages, page_size // 32, 32, kv heads, blocks]``, whatever its order.
 

@@ -7,7 +7,13 @@ import torch
 from inkling_backend.errors import InvalidTensorError
 from inkling_backend.formats.layout import LayerCache
 from inkling_backend.formats.query import Query
-from inkling_backend.reference.pages import Index, scale_index, scale_view, side_buffers
+from inkling_backend.reference.pages import (
+    Index,
+    first_rows,
+    scale_index,
+    scale_view,
+    side_buffers,
+)
 from inkling_backend.transforms.key import KeyTransform
 
 
@@ -47,6 +53,8 @@ def store(
         index = scale_index(layout, targets)
         for rows, side in ((k, "k"), (v, "v")):
             _scatter(rows, keep, targets, index, cache, side)
+            if layout.sink_tokens:
+                _keep_first(rows, slots, cache, side)
     if q is None:
         return None
     return make_query(q, cache, quantize_q=quantize_q)
@@ -74,6 +82,18 @@ def _scatter(
     if scale is not None and new.scale is not None:
         view = scale_view(cache.layout, side, scale)
         view[index] = torch.where(keep, new.scale, view[0, 0, 0])
+
+
+def _keep_first(rows: torch.Tensor, slots: torch.Tensor, cache: LayerCache, name: str) -> None:
+    """Write rows of the first tokens of pages in BF16; the others write back what slot 0 has."""
+    first, global_scale = first_rows(cache, name)
+    layout, first = cache.layout, first.flatten(0, 1)
+    offset = slots % layout.page_size
+    keep = (slots > 0) & (offset < layout.sink_tokens)
+    places = torch.where(keep, slots // layout.page_size * layout.sink_tokens + offset, 0).long()
+    rows = rows.float() if global_scale is None else rows.float() / global_scale
+    kept = torch.where(keep[:, None, None], rows.to(torch.bfloat16), first[0])
+    first.index_copy_(0, places, kept)
 
 
 def _check_inputs(

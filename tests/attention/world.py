@@ -66,9 +66,15 @@ class World:
         return torch.full(shape, torch.nan, dtype=self.dtype, device=self.device)
 
     def runner(
-        self, *, max_batch: int = 16, quantize_query: bool = False, max_q_len: int = 1
+        self,
+        *,
+        max_batch: int = 16,
+        quantize_query: bool = False,
+        max_q_len: int = 1,
+        relative_bias: bool = False,
     ) -> AttentionRunner:
-        spec = AttentionSpec(self.num_q_heads, self.layout, self.dtype, quantize_query)
+        model = (self.num_q_heads, self.layout, self.dtype, quantize_query)
+        spec = AttentionSpec(*model, relative_bias=relative_bias)
         return AttentionRunner(
             spec,
             max_batch=max_batch,
@@ -93,10 +99,12 @@ def make_world(
     dtype: torch.dtype = torch.bfloat16,
     max_context: int = 1024,
     k_scale: float = 1.0,
+    sink_tokens: int = 0,
 ) -> World:
     """Stores random tokens in shuffled pages; every other byte of the cache decodes to NaN."""
     v = v or k
-    layout = CacheLayout(get_format(k), get_format(v), kv_heads, k_dim, v_dim or k_dim, page)
+    formats = get_format(k), get_format(v)
+    layout = CacheLayout(*formats, kv_heads, k_dim, v_dim or k_dim, page, sink_tokens)
     num_pages = 1 + sum(-(-n // page) for n in lens) + 2
     pool = KVCachePool(layout, 1, num_pages, device)
     cache = pool.layer(0)
@@ -128,6 +136,17 @@ def slots_of(world: World, request: int) -> torch.Tensor:
     return world.slot_table[world.rows[request], : world.lens[request]].long()
 
 
+def rows_of(world: World, slots: torch.Tensor, side: str) -> torch.Tensor:
+    """What a request's tokens are read as, ``[length, kv heads, D]`` float32."""
+    cache, page = world.cache, world.layout.page_size
+    rows = gather(slots, cache, side, torch.float32)
+    first, scale = getattr(cache, f"{side}_first"), getattr(cache, f"{side}_global")
+    for position in range(min(world.layout.sink_tokens, len(slots))):
+        kept = first[slots[position] // page, position].float()
+        rows[position] = kept if scale is None else kept * scale
+    return rows
+
+
 def attend_exactly(
     world: World,
     request: int,
@@ -141,6 +160,7 @@ def attend_exactly(
 
     Args:
         q: ``[n, Hq, Dk]``, dequantized.
+        layer: a bias of it is that of these rows.
         tree: ``[n]``, as in `AttentionRunner.plan_decode`.
         like_kernel: not exactly, but with the roundings that a kernel may make: float32 logits
             and sums, probabilities and the result in 16 bits.
@@ -153,13 +173,17 @@ def attend_exactly(
     n, length = q.shape[0], len(slots)
     if length == 0:
         return torch.zeros(n, world.num_q_heads, world.layout.v_head_dim, dtype=torch.float64)
-    k = gather(slots, world.cache, "k", torch.float32).cpu().to(real)
-    v = gather(slots, world.cache, "v", torch.float32).cpu().to(real)
+    k, v = (rows_of(world, slots, side).cpu().to(real) for side in ("k", "v"))
     k, v = (x.repeat_interleave(world.group, dim=1) for x in (k, v))
     logits = torch.einsum("nhd,thd->hnt", q.cpu().to(real), k) * layer.sm_scale
     if layer.softcap is not None:
         logits = layer.softcap * torch.tanh(logits / layer.softcap)
     distance = (torch.arange(n) + length - n)[:, None] - torch.arange(length)
+    if layer.bias is not None:
+        table = torch.zeros(world.num_q_heads, n, length, dtype=real)
+        row, key = ((distance >= 0) & (distance < layer.bias.shape[2])).nonzero(as_tuple=True)
+        table[:, row, key] = layer.bias.cpu().to(real)[row, :, distance[row, key]].T
+        logits = logits + table
     hidden = distance < 0 if layer.causal else distance < -length
     if tree is not None:
         new = torch.arange(length) - (length - n)

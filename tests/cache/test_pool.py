@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from inkling_backend.cache import KVCachePool
-from inkling_backend.errors import InvalidTensorError
+from inkling_backend.errors import InvalidTensorError, UnsupportedError
 from inkling_backend.formats import get_format, get_recipe
 from inkling_backend.formats.layout import CacheLayout
 from inkling_backend.reference.gather import gather
@@ -65,6 +65,55 @@ def test_centers_are_counted_and_start_at_zero() -> None:
     assert center is not None
     center.fill_(7.0)
     assert pool.k_center[2].eq(7.0).all()
+
+
+def sink_pool(pages: int = 4) -> KVCachePool:
+    recipe = get_recipe("nvfp4")
+    layout = CacheLayout(recipe.k, recipe.v, 2, 64, 96, 64, sink_tokens=3)
+    others = {1: layout.with_recipe(get_recipe("bf16")), 2: layout.with_recipe(get_recipe("mxfp8"))}
+    return KVCachePool(layout, 3, pages, "cpu", others=others)
+
+
+def test_sink_tokens_are_counted() -> None:
+    pool, plain = sink_pool(), make_pool("nvfp4", "nvfp4")
+    assert [layout.sink_tokens for layout in pool.layouts] == [3, 0, 3]
+    # 3 tokens of 2 heads of 64 + 96 elements, a page: 30 bytes for each of its 64 tokens.
+    assert pool.layout.bytes_per_token == plain.layout.bytes_per_token + 30
+    assert pool.nbytes == pool.bytes_per_token * pool.num_slots + 2 * 3 * 4
+    assert pool.layer(1).k_first is None
+    uneven = CacheLayout(get_format("nvfp4"), get_format("nvfp4"), 1, 80, 80, sink_tokens=1)
+    assert uneven.bytes_per_token == 1 * 2 * 45 + 3  # of 2.5
+
+
+def test_pages_take_their_sink_tokens_along() -> None:
+    pool, target = sink_pool(), sink_pool(6)
+    fill(pool)
+    target.copy_pages([5], pool, [2])
+    for i, side in ((0, "k_first"), (0, "v_first"), (2, "k_first"), (2, "v_first")):
+        there, here = getattr(target.layer(i), side), getattr(pool.layer(i), side)
+        assert torch.equal(there[5], here[2])
+        assert not there[:5].any()
+    parts = [buffer.name for buffer in pool.transfers()]
+    assert len(parts) == 2 * (3 + 1 + 3)
+    assert all(".k_" in name for name in parts[:7])
+
+
+def test_single_tokens_have_no_sink_rows() -> None:
+    pool, slots = sink_pool(), torch.tensor([3])
+    with pytest.raises(UnsupportedError, match="pages with sink tokens"):
+        pool.copy_slots(slots, slots)
+    with pytest.raises(UnsupportedError, match="pages with sink tokens"):
+        pool.export_slots(slots)
+    with pytest.raises(UnsupportedError, match="pages with sink tokens"):
+        pool.import_slots(slots, [])
+
+
+def test_layouts_that_cannot_have_sink_tokens() -> None:
+    formats = get_format("nvfp4"), get_format("nvfp4")
+    with pytest.raises(UnsupportedError, match="9 sink tokens are asked for: 0 to 8"):
+        CacheLayout(*formats, 2, 64, 64, sink_tokens=9)
+    with pytest.raises(UnsupportedError, match="kept in BF16, which this cache is in"):
+        CacheLayout(get_format("bf16"), get_format("nvfp4"), 2, 64, 64, sink_tokens=1)
 
 
 def test_buffers_are_named_by_layer_and_part() -> None:

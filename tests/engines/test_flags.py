@@ -62,6 +62,7 @@ def test_recipe_becomes_the_engines_dtype(given: dict[str, Any], dtype: str | No
         ("inkling_query_dtype", ("auto", "mxfp8", "bf16")),
         ("inkling_key_transform", ("none", "rotate", "center", "center+rotate")),
         ("inkling_nvfp4_scale", ("max", "fouroversix")),
+        ("inkling_sink_tokens", ("0", "1", "8")),
     ],
 )
 def test_unknown_names_are_refused_with_the_known_ones(field: str, names: tuple[str, ...]) -> None:
@@ -76,11 +77,13 @@ def test_command_line() -> None:
     assert take(vars(parser.parse_args([]))) == Flags()
     args = ["--fp4-kv-cache-recipe", "kvfp4", "--inkling-query-dtype", "bf16"]
     args += ["--inkling-key-transform", "center+rotate", "--inkling-nvfp4-scale", "fouroversix"]
-    args += ["--inkling-layer-recipes", "0-1:mxfp8"]
-    given = Flags("kvfp4", "bf16", "center+rotate", "fouroversix", "0-1:mxfp8")
+    args += ["--inkling-layer-recipes", "0-1:mxfp8", "--inkling-sink-tokens", "4"]
+    given = Flags("kvfp4", "bf16", "center+rotate", "fouroversix", "0-1:mxfp8", 4)
     assert take(vars(parser.parse_args(args))) == given
     with pytest.raises(SystemExit):
         parser.parse_args(["--fp4-kv-cache-recipe", "mx9"])
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--inkling-sink-tokens", "9"])
 
 
 def test_the_engines_own_option_takes_the_mixed_recipe() -> None:

@@ -293,7 +293,9 @@ def test_sizes_of_each_pool(
     pool = SimpleNamespace(
         engine_recipe=lambda name: {"bf16": bf16}[name],
         recipe_of=lambda name: recipe if name == "inkling_mxfp8" else None,
-        layout_of=lambda recipe, *_: CacheLayout(recipe.k, recipe.v, 1, 64, 64),
+        layout_of=lambda recipe, _, page, sinks=0: CacheLayout(
+            recipe.k, recipe.v, 1, 64, 64, page, sinks
+        ),
     )
     monkeypatch.setitem(sys.modules, "inkling_backend.engines.sglang.pool", pool)
     monkeypatch.setattr(versions, "active_attention_backends", lambda: (backend, backend))
@@ -302,6 +304,10 @@ def test_sizes_of_each_pool(
     kvc = SimpleNamespace(kv_cache_dtype_str=dtype, model_config=plain, page_size=128)
     cell = sizing.cell_size(lambda *_: 1000, SimpleNamespace(), kvc, 4)
     assert cell == (4 * 132 if own else 1000)
+    sinks = construct(Flags(inkling_sink_tokens=1), SimpleNamespace)
+    monkeypatch.setattr(versions, "active_server_args", lambda: sinks)
+    cell = sizing.cell_size(lambda *_: 1000, SimpleNamespace(), kvc, 4)
+    assert cell == (4 * (132 + 2) if own else 1000), "256 bytes a page of 128 tokens"
     # The second of two ranks: layers 4 to 7.
     kvc.layer_info = SimpleNamespace(start_layer=4, end_layer=8)
     mixed = construct(Flags(inkling_layer_recipes="3:mxfp8,5:nvfp4,7:bf16"), SimpleNamespace)

@@ -12,7 +12,7 @@ from inkling_backend.engines.sglang import metrics, versions
 prometheus = pytest.importorskip("prometheus_client", reason="comes with the engine")
 
 FACTS = metrics.CacheFacts(
-    "nvfp4", "bfloat16", "rotate", "max", "triton", 36864, 1280, 640, 1408 * 36864, 77
+    "nvfp4", "bfloat16", "rotate", "max", 4, "triton", 36864, 1280, 640, 1408 * 36864, 77
 )
 
 
@@ -34,7 +34,7 @@ def test_nothing_is_registered_unless_asked(monkeypatch: pytest.MonkeyPatch) -> 
 def test_every_figure_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     report(monkeypatch, FACTS, enable_metrics=True)
     names = {"recipe": "nvfp4", "query": "bfloat16", "keys": "rotate", "kernels": "triton"}
-    names["nvfp4_scale"] = "max"
+    names |= {"nvfp4_scale": "max", "sink_tokens": "4"}
     assert sample(metrics.INFO, **names) == 1
     shown = {name: sample(name) for name in metrics.GAUGES}
     assert shown == {

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from inkling_backend.errors import UnsupportedError
 from inkling_backend.formats import RECIPES
 from inkling_backend.formats.layout import CacheLayout
 
@@ -111,9 +112,14 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, f"{PACKAGE}.{name}", sys.modules.pop(f"{PACKAGE}.{name}"))
 
 
-def make_pool(recipe: str, memory_saver: MemorySaver | None = None, start_layer: int = 0) -> Any:
+def make_pool(
+    recipe: str,
+    memory_saver: MemorySaver | None = None,
+    start_layer: int = 0,
+    sink_tokens: int = 0,
+) -> Any:
     formats = RECIPES[recipe]
-    layout = CacheLayout(formats.k, formats.v, 2, 64, 64, PAGE)
+    layout = CacheLayout(formats.k, formats.v, 2, 64, 64, PAGE, sink_tokens)
     pool: Any = sys.modules[f"{PACKAGE}.pool"]
     return pool.InklingKVPool(memory_saver or MemorySaver(), start_layer, layout=layout)
 
@@ -185,8 +191,29 @@ def test_the_host_tier_keeps_every_byte(recipe: str) -> None:
 
 
 @pytest.mark.usefixtures("engine")
-def test_the_host_tiers_memory_is_what_it_says() -> None:
-    device = make_pool("mxfp8")
+def test_sink_tokens_go_with_their_pages() -> None:
+    device = make_pool("nvfp4", sink_tokens=4)
+    _, sizes, page_sizes = device.get_contiguous_buf_infos()
+    assert sum(sizes) == sum(device.get_kv_size_bytes())
+    assert sum(page_sizes) == LAYERS * PAGE * device.layout.bytes_per_token
+    host, layer = make_host_pool(device), device.pages.layer(1)
+    for rows in (layer.k_first, layer.v_first):
+        rows.normal_()
+    before = layer.k_first.clone(), layer.v_first.clone()
+    slots = PAGE * 2 + torch.arange(PAGE)
+    host.backup_from_device_all_layer(device, slots, slots, "direct")
+    host.load_to_device_per_layer(device, slots, slots + PAGE, 1, "direct")
+    for rows, was in zip((layer.k_first, layer.v_first), before, strict=True):
+        assert torch.equal(rows[3], was[2])
+        assert torch.equal(rows[[0, 1, 2, 4]], was[[0, 1, 2, 4]])
+    with pytest.raises(UnsupportedError, match="pages with sink tokens"):
+        device.move_kv_cache(slots, slots)
+
+
+@pytest.mark.parametrize("sink_tokens", [0, 2])
+@pytest.mark.usefixtures("engine")
+def test_the_host_tiers_memory_is_what_it_says(sink_tokens: int) -> None:
+    device = make_pool("mxfp8", sink_tokens=sink_tokens)
     host = make_host_pool(device)
     held = sum(tensor.nbytes for tensor in host.kv_buffer)
     assert held == host.get_size_per_token() * host.page_num * PAGE

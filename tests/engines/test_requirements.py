@@ -324,6 +324,22 @@ def test_layers_with_recipes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> No
     assert any("reads MXFP8 alone" in reason for reason in reasons(nvfp4, served, config=llama))
 
 
+def test_sink_tokens() -> None:
+    flags = Flags(inkling_sink_tokens=4)
+    for dtype in ("mxfp8", "nvfp4", "fp4_mx_block16", "mxfp8-nvfp4"):
+        assert reasons(arguments(kv_cache_dtype=dtype), flags) == []
+    (reason,) = reasons(arguments(kv_cache_dtype="bf16"), flags)
+    assert "--inkling-sink-tokens with --kv-cache-dtype bf16" in reason
+    grams = arguments(speculative_algorithm="NGRAM", speculative_num_draft_tokens=4)
+    assert reasons(grams, Flags()) == []
+    (reason,) = reasons(grams, flags)
+    assert "--inkling-sink-tokens with drafts of n-grams" in reason
+    chain = arguments(speculative_algorithm="EAGLE", speculative_num_draft_tokens=4)
+    assert reasons(chain, flags) == []
+    (reason,) = flag_reasons(flags, ("triton", "triton"), "auto")
+    assert "--inkling-sink-tokens 4 needs --attention-backend inkling" in reason
+
+
 def test_four_over_six_of_single_layers() -> None:
     flags = Flags(inkling_layer_recipes="0:nvfp4", inkling_nvfp4_scale="fouroversix")
     assert reasons(arguments(), flags, config=model(num_hidden_layers=32)) == []

@@ -208,7 +208,7 @@ def test_the_draft_is_counted_by_its_own_heads(
     pool = SimpleNamespace(
         engine_recipe=lambda name: get_recipe("bf16"),
         recipe_of=lambda name: recipe if name == "inkling_nvfp4" else None,
-        layout_of=lambda recipe, config, page: CacheLayout(recipe.k, recipe.v, config, 64, 64),
+        layout_of=lambda recipe, heads, *_: CacheLayout(recipe.k, recipe.v, heads, 64, 64),
     )
     monkeypatch.setitem(sys.modules, "inkling_backend.engines.sglang.pool", pool)
     monkeypatch.setattr(versions, "active_attention_backends", lambda: BOTH)

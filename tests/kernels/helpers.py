@@ -52,6 +52,14 @@ def make_cache(
         shape = layout.scale_shape(side, pages)
         return torch.full(shape, POISON, dtype=torch.uint8, device=device)
 
+    def first(side: SideLayout) -> torch.Tensor | None:
+        if not layout.sink_tokens:
+            return None
+        shape = layout.first_shape(side, pages)
+        width = shape[-1] * torch.bfloat16.itemsize
+        poison = torch.full((*shape[:-1], width), POISON, dtype=torch.uint8, device=device)
+        return poison.view(torch.bfloat16)
+
     def scalar(side: SideLayout, value: float) -> torch.Tensor | None:
         return torch.tensor([value], device=device) if side.format.has_global_scale else None
 
@@ -63,6 +71,8 @@ def make_cache(
         scale(layout.v),
         scalar(layout.k, k_global),
         scalar(layout.v, v_global),
+        k_first=first(layout.k),
+        v_first=first(layout.v),
     )
 
 
@@ -96,7 +106,7 @@ def assert_same_bits(got: torch.Tensor | None, want: torch.Tensor | None, name: 
 
 def assert_same_cache(got: LayerCache, want: LayerCache) -> None:
     """Every byte of every buffer."""
-    for name in ("k_data", "v_data", "k_scale", "v_scale"):
+    for name in ("k_data", "v_data", "k_scale", "v_scale", "k_first", "v_first"):
         assert_same_bits(getattr(got, name), getattr(want, name), name)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from inkling_backend.errors import UnknownNameError
 from inkling_backend.formats import RECIPES, Recipe, parse_layer_recipes
+from inkling_backend.formats.layout import MOST_SINK_TOKENS
 
 BACKEND = "inkling"
 
@@ -39,6 +40,7 @@ DEFAULT_KV_CACHE_DTYPE = "mxfp8"
 QUERY_DTYPES = ("auto", "mxfp8", "bf16")
 KEY_TRANSFORMS = ("none", "rotate", "center", "center+rotate")
 NVFP4_SCALES = ("max", "fouroversix")
+SINK_TOKENS = range(MOST_SINK_TOKENS + 1)
 
 _ATTRIBUTE = "_inkling_flags"
 _pending: contextvars.ContextVar[Flags | None] = contextvars.ContextVar(
@@ -59,6 +61,7 @@ class Flags:
             whichever errs less.
         inkling_layer_recipes: recipes of single layers as `parse_layer_recipes` reads them, or
             None.
+        inkling_sink_tokens: one of `SINK_TOKENS`, `CacheLayout.sink_tokens`.
     """
 
     fp4_kv_cache_recipe: str | None = None
@@ -66,6 +69,7 @@ class Flags:
     inkling_key_transform: str = "none"
     inkling_nvfp4_scale: str = "max"
     inkling_layer_recipes: str | None = None
+    inkling_sink_tokens: int = 0
 
     def __post_init__(self) -> None:
         if self.fp4_kv_cache_recipe is not None and self.fp4_kv_cache_recipe not in FP4_RECIPES:
@@ -80,6 +84,9 @@ class Flags:
             )
         if self.inkling_nvfp4_scale not in NVFP4_SCALES:
             raise UnknownNameError("--inkling-nvfp4-scale", self.inkling_nvfp4_scale, NVFP4_SCALES)
+        if self.inkling_sink_tokens not in SINK_TOKENS:
+            known = tuple(map(str, SINK_TOKENS))
+            raise UnknownNameError("--inkling-sink-tokens", self.inkling_sink_tokens, known)
         self.layer_recipes()
 
     @property
@@ -167,6 +174,14 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         help="Recipes of single layers, where they differ from that of the cache: "
         "'0-1:mxfp8,29:bf16' keeps layers 0 and 1 in MXFP8 and layer 29 in BF16.",
     )
+    group.add_argument(
+        "--inkling-sink-tokens",
+        type=int,
+        choices=SINK_TOKENS,
+        default=0,
+        help="First tokens of a request (attention sinks) that are read in BF16. The launch that "
+        "stores keeps their rows beside every page.",
+    )
 
 
 def take(arguments: dict[str, Any]) -> Flags:
@@ -182,6 +197,7 @@ def take(arguments: dict[str, Any]) -> Flags:
         arguments.pop("inkling_key_transform", None) or "none",
         arguments.pop("inkling_nvfp4_scale", None) or "max",
         arguments.pop("inkling_layer_recipes", None),
+        arguments.pop("inkling_sink_tokens", None) or 0,
     )
     recipe = flags.fp4_kv_cache_recipe
     if recipe is not None and arguments.get("kv_cache_dtype") in (None, "auto"):

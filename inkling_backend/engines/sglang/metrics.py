@@ -19,6 +19,7 @@ class CacheFacts(NamedTuple):
     Attributes:
         recipe, query, keys, kernels: names; ``keys`` is the key transform.
         nvfp4_scale: how NVFP4's blocks are scaled; ``none`` where there are none.
+        sink_tokens: first tokens of a request that are read in BF16.
         bytes_per_token: of all its layers; without those that have a pool for windows.
         pool_tokens: tokens that the pool holds, padding not counted.
         window_pool_tokens: tokens that the pool for windows holds; 0 without one.
@@ -30,6 +31,7 @@ class CacheFacts(NamedTuple):
     query: str
     keys: str
     nvfp4_scale: str
+    sink_tokens: int
     kernels: str
     bytes_per_token: int
     pool_tokens: int
@@ -39,7 +41,7 @@ class CacheFacts(NamedTuple):
 
 
 INFO = "inkling:kv_cache_info"
-_NAMES = ("recipe", "query", "keys", "nvfp4_scale", "kernels")
+_NAMES = ("recipe", "query", "keys", "nvfp4_scale", "sink_tokens", "kernels")
 # Gauge -> the field of `CacheFacts` that it shows, and what it says of it.
 GAUGES: dict[str, tuple[str, str]] = {
     "inkling:kv_cache_bytes_per_token": ("bytes_per_token", "Bytes of a token in all layers."),
@@ -57,7 +59,7 @@ def report(facts: CacheFacts) -> None:
         return
     model = {"model_name": str(getattr(arguments, "served_model_name", None))}
     names = {name: getattr(facts, name) for name in _NAMES}
-    meaning = "Recipe of the KV cache, dtype of Q, transform of K, scales of NVFP4, kernels."
+    meaning = "Recipe of the KV cache, dtype of Q, transform of K, scales of NVFP4, sinks, kernels."
     _gauge(INFO, meaning, (*model, *names)).labels(**model, **names).set(1)
     for name, (field, meaning) in GAUGES.items():
         _gauge(name, f"{meaning} Of one GPU.", tuple(model)).labels(**model).set(

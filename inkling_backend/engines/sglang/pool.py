@@ -40,7 +40,9 @@ def recipe_of(kv_cache_dtype_str: str | None) -> Recipe | None:
     return get_recipe(kv_cache_dtype_str.removeprefix(DTYPE_PREFIX))
 
 
-def layout_of(recipe: Recipe, model_config: Any, page_size: int) -> CacheLayout:
+def layout_of(
+    recipe: Recipe, model_config: Any, page_size: int, sink_tokens: int = 0
+) -> CacheLayout:
     """Geometry of one rank's pages."""
     return CacheLayout(
         recipe.k,
@@ -49,6 +51,7 @@ def layout_of(recipe: Recipe, model_config: Any, page_size: int) -> CacheLayout:
         k_head_dim=model_config.head_dim,
         v_head_dim=model_config.v_head_dim,
         page_size=page_size,
+        sink_tokens=sink_tokens,
     )
 
 
@@ -56,7 +59,8 @@ def layouts_of(
     recipe: Recipe, flags: Flags, model_config: Any, page_size: int
 ) -> tuple[CacheLayout, dict[int, CacheLayout]]:
     """Geometry of most layers' pages, and of those, by number, that have a recipe of their own."""
-    layout = layout_of(flags.scaled(recipe), model_config, page_size)
+    scaled, sink_tokens = flags.scaled(recipe), flags.inkling_sink_tokens
+    layout = layout_of(scaled, model_config, page_size, sink_tokens)
     own = flags.layer_recipes().items()
     return layout, {layer: layout.with_recipe(recipe) for layer, recipe in own}
 
@@ -146,13 +150,16 @@ class InklingKVPool(MHATokenToKVPool):
         del self.pages, self.k_buffer, self.v_buffer
 
     def get_kv_size_bytes(self) -> tuple[int, int]:
-        """Bytes of K and of V, scales and centers included."""
+        """Bytes of K and of V; scales, centers and sink tokens included."""
         tokens, k, v = self.size + self.page_size, 0, 0
         for layout in self.layouts:
             rows = tokens * layout.num_kv_heads
             k += rows * layout.k_format.row_bytes(layout.k_head_dim)
             k += layout.center_bytes if self.centers else 0
             v += rows * layout.v_format.row_bytes(layout.v_head_dim)
+            kept = rows // self.page_size * layout.sink_tokens * torch.bfloat16.itemsize
+            k += kept * layout.k_head_dim
+            v += kept * layout.v_head_dim
         return k, v
 
     def layer(self, layer_id: int) -> LayerCache:

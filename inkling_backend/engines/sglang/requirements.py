@@ -26,6 +26,7 @@ from inkling_backend.engines.sglang.flags import (
 )
 from inkling_backend.engines.sglang.layer import attention_kind, window_of
 from inkling_backend.engines.sglang.layer_recipes import layer_recipe_reasons
+from inkling_backend.engines.sglang.sink_tokens import sink_token_reasons
 from inkling_backend.engines.sglang.speculation import NO_DRAFT
 from inkling_backend.errors import EnvironmentVariableError
 from inkling_backend.formats import get_recipe
@@ -136,6 +137,7 @@ def flag_reasons(
             ("--inkling-key-transform", flags.inkling_key_transform, "none"),
             ("--inkling-nvfp4-scale", flags.inkling_nvfp4_scale, "max"),
             ("--inkling-layer-recipes", flags.inkling_layer_recipes, None),
+            ("--inkling-sink-tokens", flags.inkling_sink_tokens, 0),
             ("--kv-cache-dtype", None if flags.fp4_kv_cache_recipe else own_dtype, None),
         )
         if value != default
@@ -176,9 +178,11 @@ def argument_reasons(
         *_cache_reasons(arguments, flags, backends),
         *_device_reasons(arguments, capability, cpu_supported),
         *_model_reasons(model),
+        *_inkling_reasons(backends, model),
         *(f"the model has {trait}, which are not supported: {_OTHER}" for trait in traits),
         *_attention_reasons(arguments, flags, model, capability, tp_size),
         *layer_recipe_reasons(arguments, flags, model),
+        *sink_token_reasons(arguments, flags),
         *_feature_reasons(arguments),
         *_host_tier_reasons(arguments, model, host_tier_supported),
         *speculation.speculation_reasons(arguments, backends, model),
@@ -317,6 +321,16 @@ def _model_reasons(model: Any) -> list[str]:
     return reasons
 
 
+def _inkling_reasons(backends: tuple[str | None, str | None], model: Any) -> list[str]:
+    """Why Inkling cannot be served so; other models have no such reasons."""
+    if not versions.is_inkling(model) or backends[0] == backends[1]:
+        return []
+    return [
+        f"Inkling's layers call one attention backend: use --attention-backend {BACKEND} for both "
+        "phases"
+    ]
+
+
 def _attention_reasons(
     arguments: Any,
     flags: Flags,
@@ -347,8 +361,10 @@ def _attention_reasons(
         )
         reasons += [reason for reason in found if reason not in reasons]
     if not reasons and env.asks_for_fa4():
-        layout = CacheLayout(recipe.k, recipe.v, kv_heads, *dims, page_size)
-        spec = AttentionSpec(q_heads, layout, model.dtype, quantize_query)
+        sinks = flags.inkling_sink_tokens if recipe.is_quantized else 0
+        layout = CacheLayout(recipe.k, recipe.v, kv_heads, *dims, page_size, sinks)
+        biased = versions.is_inkling(model)
+        spec = AttentionSpec(q_heads, layout, model.dtype, quantize_query, biased)
         reasons = fa4.reasons_against(spec, capability)
     return reasons
 

@@ -10,6 +10,7 @@ from inkling_backend import env
 from inkling_backend.engines.sglang import versions
 from inkling_backend.engines.sglang.flags import KV_CACHE_DTYPES, flags_of
 from inkling_backend.engines.sglang.requirements import uses_backend
+from inkling_backend.formats import Recipe
 from inkling_backend.formats.layout import CacheLayout
 
 # The engine decides how many requests may run only after it has sized the pools, and by default not
@@ -26,8 +27,15 @@ def _layout(kvc: Any) -> tuple[CacheLayout | None, bool]:
     ours = uses_backend(versions.active_attention_backends()) and name in KV_CACHE_DTYPES
     if own is None and not ours:
         return None, False
-    layout = layout_of(own or engine_recipe(name), kvc.model_config, kvc.page_size)
+    layout = layout_of(
+        own or engine_recipe(name), kvc.model_config, kvc.page_size, _sink_tokens(own)
+    )
     return layout, own is not None
+
+
+def _sink_tokens(own: Recipe | None) -> int:
+    """Of every page of a pool of ours."""
+    return flags_of(versions.active_server_args()).inkling_sink_tokens if own else 0
 
 
 def cell_size(original: Callable[..., int], sizer: Any, kvc: Any, num_layers: int) -> int:
@@ -64,7 +72,8 @@ def _draft_layout(kvc: Any, config: Any) -> CacheLayout:
     from inkling_backend.engines.sglang.pool import engine_recipe, layout_of, recipe_of
 
     name = kvc.kv_cache_dtype_str
-    return layout_of(recipe_of(name) or engine_recipe(name), config, kvc.page_size)
+    own = recipe_of(name)
+    return layout_of(own or engine_recipe(name), config, kvc.page_size, _sink_tokens(own))
 
 
 def size_two_pools(result: None, sizer: Any, kvc: Any) -> None:
@@ -103,7 +112,13 @@ def workspace_bytes(kvc: Any, layout: CacheLayout, model: Any) -> int:
     from inkling_backend.kernels.arch import capability_of
 
     heads = model.num_attention_heads // versions.active_attention_tp_size()
-    spec = AttentionSpec(heads, layout, kvc.model_dtype, quantize_query=False)
+    spec = AttentionSpec(
+        heads,
+        layout,
+        kvc.model_dtype,
+        quantize_query=False,
+        relative_bias=versions.is_inkling(model),
+    )
     layouts = dict.fromkeys([layout, *_others(layout).values()])
     requests = versions.active_server_args().max_running_requests or _MOST_REQUESTS
     context, capability = kvc.model_config.context_len, capability_of(torch.device(kvc.device))
