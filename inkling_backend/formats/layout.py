@@ -59,7 +59,8 @@ class SideLayout:
 class CacheLayout:
     """Geometry of the pages of a model's layers.
 
-    K and V carry their formats apart. Layers may differ in their formats, and in nothing else.
+    K and V carry their formats apart. Layers may differ in their formats and, where those with a
+    window have a pool of their own, in their number of KV heads; in nothing else.
     """
 
     k_format: Format
