@@ -28,6 +28,8 @@ TEXT: dict[str, object] = {
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    # As the large model has them: more in layers with a window.
+    "swa_num_key_value_heads": 4,
     "head_dim": 64,
     "d_rel": 16,
     "rel_extent": EXTENT,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from inkling_backend.bench.look import NO_GPU
 from inkling_backend.formats import get_recipe
 from inkling_backend.kernels.decode_fast import config_for
 from integration.engine import EngineFailed
-from integration.gpu import fuzz, measure, sanitizer, sweep
+from integration.gpu import fuzz, inkling, measure, sanitizer, sweep
 from integration.gpu import watch as watching
 from integration.gpu.__main__ import PARTS, _chosen, _some_parts
 from integration.gpu.fuzz import Outcome, cases_of
@@ -186,3 +187,72 @@ def test_an_engine_is_watched_to_its_end_or_to_its_fault(monkeypatch: pytest.Mon
     monkeypatch.setattr(watching, "RealEngine", die)
     watch(dead, {}, fail, 31000)
     assert (dead.error, dead.log) == ("it exited with status 9",) * 2
+
+
+class Answers:
+    """An engine that says the same of everything; off by ``error`` nats in decode."""
+
+    broken = False
+    error = 0.01
+
+    def __init__(self, options: dict[str, Any], **how: object) -> None:
+        self.theirs = options["attention_backend"] == "triton"
+        if self.theirs and self.broken:
+            raise RuntimeError("no triton here")
+        eager = options.get("disable_cuda_graph", False)
+        step = f"Decode batch, cuda graph: {not eager}\n"
+        self.log = "inkling: 8 bytes per token, triton decode and extend on cuda\n"
+        self.log += "layers have a pool of their own\n" + step * inkling.NEW_TOKENS
+
+    def __enter__(self) -> Answers:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    def call(self, method: str) -> None:
+        """Nothing to flush."""
+
+    def generate(self, **arguments: Any) -> list[dict[str, Any]]:
+        count = arguments["sampling_params"]["max_new_tokens"]
+        starts = arguments.get("logprob_start_len", [0] * len(arguments["input_ids"]))
+        return [
+            {
+                "output_ids": [7] * count,
+                "meta_info": {
+                    "cached_tokens": 640,
+                    "input_token_logprobs": [[-1.0, token, None] for token in prompt[start:]],
+                    "output_token_logprobs": [[-1.0 - self.error, 7, None]] * count,
+                },
+            }
+            for prompt, start in zip(arguments["input_ids"], starts, strict=True)
+        ]
+
+
+def test_a_tiny_inkling_is_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inkling, "RealEngine", Answers)
+    monkeypatch.setattr(  # of a machine with a GPU
+        inkling,
+        "options",
+        lambda model, recipe, **chosen: {"attention_backend": "inkling"} | chosen,
+    )
+    cases = list(inkling.run_inkling(tmp_path))
+    assert {each.status for each in cases} == {"pass"}
+    names = [each.name for each in cases]
+    assert sum(name.endswith("decode as triton's") for name in names) == len(inkling.SETUPS) - 1
+    assert len(list(tmp_path.glob("inkling-*.log"))) == len(inkling.SETUPS) + 1
+    # What is far from triton's fails, and nothing else.
+    monkeypatch.setattr(Answers, "error", 5.0)
+    failed = [each.name for each in inkling.run_inkling(tmp_path) if each.status == "fail"]
+    assert all(name.endswith(("as triton's", "as its own prefill")) for name in failed)
+    assert len(failed) == 2 * len(inkling.SETUPS) - 1
+    # Without triton's engine the others still show what they do.
+    monkeypatch.setattr(Answers, "error", 0.01)
+    monkeypatch.setattr(Answers, "broken", True)
+    cases = list(inkling.run_inkling(tmp_path))
+    assert sum(each.status == "fail" for each in cases) == len(inkling.SETUPS)
+    assert any("no triton here" in each.detail for each in cases)
+    assert sum(each.name.endswith("engine runs") for each in cases) == len(inkling.SETUPS) + 1

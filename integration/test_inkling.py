@@ -24,7 +24,7 @@ PROMPTS = [[(7 * i * i + 3 * i) % (VOCAB - 12) + 5 for i in range(n)] for n in (
 CHUNK, NEW_TOKENS = 128, 40
 # Mean distance of log-probabilities from the float32 ones, in nats: some twice what transformers
 # itself shows in bfloat16 (0.036 at most), and what these caches add to it.
-NEAR = {"bf16": 0.07, "mxfp8": 0.12, "nvfp4": 0.5}
+NEAR = {"bf16": 0.07, "mxfp8": 0.16, "nvfp4": 0.6}
 
 
 def _start(folder: Path, recipe: str, **keywords: Any) -> RealEngine:

@@ -11,15 +11,27 @@ from pathlib import Path
 
 import pytest
 
-from integration.launch import options
+from integration import inkling_tiny
+from integration.launch import has_gpu, options
 from integration.refusals import Outcome, Refusals
-from integration.tiny_models import ENCODER_DECODER, GPT_OSS, LATENT, LLAMA, write_config
+from integration.tiny_models import (
+    ENCODER_DECODER,
+    GPT_OSS,
+    LATENT,
+    LFM2,
+    LLAMA,
+    QWEN3_NEXT,
+    write_config,
+)
 
 MODELS: dict[str, dict[str, object]] = {
     "llama": LLAMA,
     "latent": LATENT,
     "encoder_decoder": ENCODER_DECODER,
     "odd_head": LLAMA | {"head_dim": 72},
+    "lfm2": LFM2,
+    "qwen3_next": QWEN3_NEXT,
+    "inkling": inkling_tiny.config(),
 }
 NVFP4 = {"fp4_kv_cache_recipe": "nvfp4"}
 
@@ -29,6 +41,26 @@ CASES: dict[str, tuple[str, str | None, Mapping[str, object], tuple[str, ...]]] 
     "encoder-decoder model": ("encoder_decoder", "mxfp8", {}, ("encoder-decoder",)),
     "head_dim off the block": ("odd_head", "mxfp8", {}, ("head_dim 72", "mxfp8", "32")),
     "head_dim off the small block": ("odd_head", "nvfp4", {}, ("head_dim 72", "nvfp4", "16")),
+    "short convolutions": ("lfm2", "mxfp8", {}, ("hybrid linear-attention",)),
+    "linear attention": ("qwen3_next", "mxfp8", {}, ("hybrid linear-attention",)),
+    "Inkling in one pool": (
+        "inkling",
+        "mxfp8",
+        {"disable_hybrid_swa_memory": True},
+        ("KV heads of their own (4 instead of 2)", "leave --disable-hybrid-swa-memory out"),
+    ),
+    "Inkling for prefill alone": (
+        "inkling",
+        "bf16",
+        {"decode_attention_backend": "triton"},
+        ("Inkling's layers call one attention backend",),
+    ),
+    "a graph of Inkling's prefill": (
+        "inkling",
+        "mxfp8",
+        {"cuda_graph_backend_prefill": "full", "disable_cuda_graph": False},
+        ("--cuda-graph-backend-prefill full",),
+    ),
     "page size": ("llama", "mxfp8", {"page_size": 16}, ("16", "32, 64, 128")),
     "all reasons at once": (
         "odd_head",
@@ -238,3 +270,14 @@ def test_the_same_starts_without_a_fault_are_not_refused(tmp_path: Path) -> None
     starts = [options(model, "mxfp8", skip_tokenizer_init=True) for model in models]
     for outcome in Refusals().run(starts):
         assert "Load weight begin" in outcome.output, outcome.output[-3000:]
+
+
+def test_the_graph_of_inklings_prefill_is_no_default(tmp_path: Path) -> None:
+    """Nothing of ours refuses the model; the engine has its convolutions for GPUs alone."""
+    model = write_config(tmp_path, inkling_tiny.config())
+    start = options(model, "mxfp8", skip_tokenizer_init=True) | {"disable_cuda_graph": False}
+    (outcome,) = Refusals().run([start])
+    if has_gpu():
+        assert "Load weight begin" in outcome.output, outcome.output[-3000:]
+    else:
+        assert "support for Mamba cache state snapshots" in outcome.error, outcome.output[-3000:]

@@ -114,6 +114,25 @@ ENCODER_DECODER: dict[str, object] = {
 }
 
 
+# Short convolutions in the place of attention in two layers of three.
+LFM2: dict[str, object] = LLAMA | {
+    "architectures": ["Lfm2ForCausalLM"],
+    "model_type": "lfm2",
+    "num_hidden_layers": 3,
+    "layer_types": ["conv", "full_attention", "conv"],
+    "conv_L_cache": 3,
+    "norm_eps": 1e-5,
+}
+# Linear attention in one layer of two.
+QWEN3_NEXT: dict[str, object] = LLAMA | {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "layer_types": ["linear_attention", "full_attention"],
+    "full_attention_interval": 2,
+    "num_experts": 0,
+}
+
+
 def write_config(out: Path, config: dict[str, object], **changes: object) -> Path:
     """Write the configuration of a model without weights; returns its directory."""
     out.mkdir(parents=True, exist_ok=True)

@@ -29,7 +29,7 @@ class MixedRunner(AttentionRunner):
     def __init__(self, spec: AttentionSpec, layouts: Iterable[CacheLayout], **options: Any) -> None:
         """
         Args:
-            layouts: of the layers; they differ from ``spec.layout`` in formats alone.
+            layouts: of the layers; they differ from ``spec.layout`` in formats or KV heads alone.
             options: as of `AttentionRunner`.
 
         Raises:
@@ -61,7 +61,6 @@ class MixedRunner(AttentionRunner):
         plan = super().plan_decode(*args, **kwargs)
         if not self._others:
             return plan
-        assert not self.maps_slots, "the engine has no such layers in two pools"
         others = {
             layout: runner.plan_decode(*args, **kwargs)
             for layout, runner in self._others.items()

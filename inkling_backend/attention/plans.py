@@ -45,7 +45,9 @@ class DecodePlan:
 
     def mapped(self) -> DecodePlan:
         """The same batch for layers whose pages lie in the other pool."""
-        return replace(self, page_table=_there(self.mapped_table), mapped_table=None)
+        others = self.others and {layout: plan.mapped() for layout, plan in self.others.items()}
+        table = _there(self.mapped_table)
+        return replace(self, page_table=table, mapped_table=None, others=others)
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ class TritonPath:
                 no layout changes, and those of decode if the split rules are the same.
         """
         layout = spec.layout
-        self._page = layout.page_size
+        self._page, self._kv_heads = layout.page_size, layout.num_kv_heads
         self._max_context = max_context
         self._decoders = {
             q_len: _Decoder.choose(
@@ -143,7 +143,9 @@ class TritonPath:
             *tables, work, partial = self._decode
             self._own_bytes += sum(t.nbytes for t in (*tables, *work, *partial))
         if like is not None:
-            self._extend, self._flashinfer = like._extend, like._flashinfer
+            self._extend, self._flashinfer = like._extend, None
+            if like._kv_heads == layout.num_kv_heads:  # which its copies are made for
+                self._flashinfer = like._flashinfer
             return
         self._extend = _ExtendBuffers(
             ints(max_batch, max_pages), ints(max_batch), ints(*mapped), ints(max_batch + 1)

@@ -6,6 +6,7 @@ Where there is no GPU a replay is the same step once more, on the same buffers.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -53,6 +54,10 @@ class Captured:
             return torch.randn(BATCH, count, dim).to(world.dtype).to(device)
 
         self.q, self.k, self.v = normal(world.num_q_heads), normal(heads), normal(heads)
+        self.bias: torch.Tensor | None = None
+        if runner.spec.relative_bias:
+            extent = torch.randn(BATCH, world.num_q_heads, 60)
+            self.bias = extent.to(world.dtype).to(device)
         self.out = world.empty_out(BATCH)
         self.step(self.out, BATCH)
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -67,7 +72,8 @@ class Captured:
         query = runner.store(
             world.cache, self.k[:batch], self.v[:batch], self.slots[:batch], self.q[:batch]
         )
-        runner.run(plan, query, world.cache, out, PLAIN)
+        bias = None if self.bias is None else self.bias[:batch]
+        runner.run(plan, query, world.cache, out, replace(PLAIN, bias=bias))
 
     def load(self, count: int) -> None:
         """The first requests of the world become the batch; the rest is padding."""
@@ -185,3 +191,17 @@ def test_a_query_is_the_graphs_own(captured: Captured) -> None:
     again = captured.replay()[:5].clone()
     assert torch.equal(again, captured.eager(5))
     assert not torch.equal(again, first)
+
+
+def test_a_relative_bias_is_the_graphs_own(device: torch.device) -> None:
+    world = make_world(LENS, device, k="mxfp8")
+    zeros(world.cache)
+    captured = Captured(world, world.runner(max_batch=BATCH, relative_bias=True), False)
+    captured.load(5)
+    first = captured.replay()[:5].clone()
+    assert captured.bias is not None
+    captured.bias.neg_()
+    again = captured.replay()[:5].clone()
+    assert torch.equal(again, captured.eager(5))
+    same = (again == first).flatten(1).all(1)
+    assert same.tolist() == [length == 1 for length in LENS], "one token has all the weight"

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 
-from inkling_backend.attention import AttentionRunner, AttentionSpec, triton_path
+from inkling_backend.attention import (
+    AttentionRunner,
+    AttentionSpec,
+    MixedRunner,
+    triton_path,
+)
 from inkling_backend.cache import KVCachePool
 from inkling_backend.env import Extend
 from inkling_backend.errors import InvalidTensorError
@@ -15,7 +21,7 @@ from inkling_backend.formats.layout import LayerCache
 from tests.attention.test_flashinfer_extend import Feed
 from tests.attention.test_graphs import zeros
 from tests.attention.test_runner import decoder_layer
-from tests.attention.world import PLAIN, World, make_world, slots_of
+from tests.attention.world import PLAIN, World, assert_as_accurate, make_world, slots_of
 
 LENS = [300, 70, 1, 0]
 Q_LENS = [65, 20, 1, 0]
@@ -232,3 +238,46 @@ def test_the_second_tables_are_counted(
     tables = 2 * 8 * pages * 4
     both = two_pool_runner(world).workspace_bytes
     assert both - world.runner(max_batch=8).workspace_bytes == tables
+
+
+def test_layers_with_a_window_may_have_kv_heads_of_their_own(
+    implementation: str, device: torch.device
+) -> None:
+    """In the second pool; the work of a step is split otherwise for them."""
+    first = make_world(LENS, device, k="mxfp8", kv_heads=2, group=2)
+    second = make_world(LENS, device, k="mxfp8", kv_heads=4, group=1)
+    slots = first.cache.num_pages * first.layout.page_size
+    slot_map = torch.zeros(slots, dtype=torch.int64, device=device)
+    for b in range(len(LENS)):
+        slot_map[slots_of(first, b)] = slots_of(second, b)
+    spec = AttentionSpec(4, first.layout, first.dtype, quantize_query=False)
+    sizes: dict[str, Any] = {"max_batch": 8, "max_context": first.max_context, "device": device}
+    mixed = MixedRunner(spec, [second.layout], maps_slots=True, max_tokens=slots, **sizes)
+    alone = AttentionRunner(replace(spec, layout=second.layout), max_tokens=slots, **sizes)
+    layer = replace(PLAIN, window=WINDOW)
+
+    plan = mixed.plan_decode(
+        first.slot_table, first.rows, first.seq_lens, len(LENS), slot_map=slot_map
+    )
+    assert len(plan.others or {}) == (implementation == "triton")
+    query = first.queries(len(LENS))
+    there = alone.plan_decode(second.slot_table, second.rows, second.seq_lens, len(LENS))
+    want = alone.run(there, query, second.cache, second.empty_out(len(LENS)), layer)
+    got = mixed.run(plan.mapped(), query, second.cache, second.empty_out(len(LENS)), layer)
+    assert torch.equal(got, want)
+    for b in range(len(LENS)):
+        assert_as_accurate(got[b : b + 1], second, b, query.dequantize()[b : b + 1], layer)
+    own = mixed.run(plan, query, first.cache, first.empty_out(len(LENS)), layer)
+    assert_as_accurate(own[:1], first, 0, query.dequantize()[:1], layer)
+
+    indptr = torch.tensor([0, *Q_LENS], device=device).cumsum(0)
+    total = sum(Q_LENS)
+    query = first.queries(total)
+    lengths = (indptr, Q_LENS, LENS)
+    plan = mixed.plan_extend(
+        first.slot_table, first.rows, first.seq_lens, *lengths, slot_map=slot_map
+    )
+    there = alone.plan_extend(second.slot_table, second.rows, second.seq_lens, *lengths)
+    want = alone.run(there, query, second.cache, second.empty_out(total), layer)
+    got = mixed.run(plan.mapped(), query, second.cache, second.empty_out(total), layer)
+    assert torch.equal(got, want)

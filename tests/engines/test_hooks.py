@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -321,20 +322,23 @@ def test_sizes_of_each_pool(
     kvc.model_config = SimpleNamespace(num_hidden_layers=2)
     left = sizing.without_workspace(1000, kvc, 3.0)
     assert left == (1000 - 7 - 2 * 64 * 4 if ours else 1000), "a center of 64 floats a layer"
-    for kind in (HybridSizer, OldHybridSizer):
+    monkeypatch.setattr(versions, "active_attention_tp_size", lambda: 1)
+    for kind, heads in itertools.product((HybridSizer, OldHybridSizer), (1, 2)):
+        kvc.model_config.is_hybrid_swa_compress = heads == 2
+        kvc.model_config.get_swa_num_kv_heads = lambda tp, heads=heads: heads
         sizer = kind(2, 10, 0.5)
         sizing.size_two_pools(None, sizer, kvc)
         per_token = (sizer._full_per_token, sizer._swa_per_token)
-        assert per_token == ((132, 132) if own else (100, 100))
-        assert sizer._cell_size == (132 * (2 + 5) if own else 0)
+        assert per_token == ((132, 132 * heads) if own else (100, 100))
+        assert sizer._cell_size == (132 * (2 + 5 * heads) if own else 0)
 
 
 def test_sizes_of_two_pools_where_the_engine_has_no_method_for_it() -> None:
     only_windows, with_draft = OldHybridSizer(0, 10, 0.5), OldHybridSizer(2, 10, 0.5, draft=1)
-    versions.set_bytes_per_token(only_windows, 132)
-    versions.set_bytes_per_token(with_draft, 132)
-    assert only_windows._cell_size == 132 * 10
-    assert with_draft._cell_size == 132 * (2 + 1 + 5)
+    versions.set_bytes_per_token(only_windows, 132, 264)
+    versions.set_bytes_per_token(with_draft, 132, 264)
+    assert only_windows._cell_size == 264 * 10
+    assert with_draft._cell_size == 132 * (2 + 1) + 264 * 5
 
 
 def test_the_engine_adjusts_itself_to_the_model_as_for_triton(

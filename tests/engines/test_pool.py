@@ -48,6 +48,8 @@ class MemorySaver:
 class EnginePool:
     """The part of the engine's ``MHATokenToKVPool`` that our pool builds on."""
 
+    head_num = 2
+
     def __init__(self, memory_saver: MemorySaver, start_layer: int) -> None:
         self.size, self.page_size, self.layer_num, self.device = SIZE, PAGE, LAYERS, "cpu"
         self.post_capture_active = self.use_hnd = self.enable_custom_mem_pool = False
@@ -122,6 +124,15 @@ def make_pool(
     layout = CacheLayout(formats.k, formats.v, 2, 64, 64, PAGE, sink_tokens)
     pool: Any = sys.modules[f"{PACKAGE}.pool"]
     return pool.InklingKVPool(memory_saver or MemorySaver(), start_layer, layout=layout)
+
+
+@pytest.mark.usefixtures("engine")
+def test_a_pool_may_have_heads_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EnginePool, "head_num", 4)
+    pool = make_pool("mxfp8")
+    assert pool.layout.num_kv_heads == 4
+    assert pool.layer(0).k_data.shape[1] == 4
+    assert sum(pool.get_kv_size_bytes()) == LAYERS * (SIZE + PAGE) * pool.layout.bytes_per_token
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -23,11 +24,11 @@ class Plain:
 
     kv_cache_layout = "nhd"
     dtype = torch.bfloat16
-    page_size = 64
+    page_size, head_num = 64, 2
 
     def __init__(self, layers: int, pages: int) -> None:
         self.layer_num, self.size = layers, pages * self.page_size
-        shape = (self.size + self.page_size, 2, 64)
+        shape = (self.size + self.page_size, self.head_num, 64)
         self.buffers = [
             tuple(torch.zeros(shape, dtype=torch.bfloat16) for _ in "kv") for _ in range(layers)
         ]
@@ -150,6 +151,22 @@ def test_the_engines_own_pools(two: bool, make: Any) -> None:
     assert cache.v_data is want[1]
     assert pools.layer(3) is cache
     assert pool.waited == [3, 3], "a host tier may load the layer before every call"
+
+
+def test_layers_with_a_window_may_have_heads_of_their_own(make: Any) -> None:
+    class More(Plain):
+        head_num = 4
+
+    class OursMore(Ours):
+        head_num, layout = 4, replace(Ours.layout, num_kv_heads=4)
+
+    pools = make(Two(Plain(2, 7), More(2, 5)), "bf16")
+    assert (pools.layout.num_kv_heads, pools.window_layout.num_kv_heads) == (2, 4)
+    assert pools.layer(2).layout is pools.window_layout
+    assert pools.layer(3).layout is pools.layout
+    pools = make(Two(Ours(2, 7), OursMore(2, 5)))
+    assert (pools.layout, pools.window_layout) == (Ours.layout, OursMore.layout)
+    assert make(Ours(2, 7)).window_layout == Ours.layout
 
 
 @pytest.mark.parametrize(

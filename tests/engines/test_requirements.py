@@ -161,6 +161,18 @@ def test_unsupported_arguments(changes: dict[str, Any], words: str) -> None:
     assert all(word in reason for word in words.split()), reason
 
 
+def test_layers_with_a_window_may_have_kv_heads_of_their_own_in_a_pool_of_their_own() -> None:
+    fields = {"get_swa_num_kv_heads": lambda tp: 4, "is_hybrid_swa_compress": True}
+    assert reasons(config=model(**fields, is_hybrid_swa=True)) == []
+    one_pool = arguments(disable_hybrid_swa_memory=True)
+    (reason,) = reasons(one_pool, config=model(**fields, is_hybrid_swa=True))
+    assert "KV heads of their own (4 instead of 2)" in reason
+    # As many as the group allows, in both kinds of layers.
+    fields["get_swa_num_kv_heads"] = lambda tp: 3
+    (reason,) = reasons(config=model(**fields, is_hybrid_swa=True))
+    assert "8 query heads are no multiple of 3 KV heads" in reason
+
+
 @pytest.mark.parametrize(
     ("changes", "word"),
     [

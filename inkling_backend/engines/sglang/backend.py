@@ -72,6 +72,7 @@ class InklingAttnBackend(AttentionBackend):
             trees=versions.verifies_trees(),
             centers=flags.centers_keys,
             window_slots=self.pools.layers_with_window_slots(layers),
+            window_layout=self.pools.window_layout,
             kept_window=model_runner.sliding_window_size,
         )
         if flags.centers_keys:
@@ -97,7 +98,7 @@ class InklingAttnBackend(AttentionBackend):
         )
         self.runner = MixedRunner(
             spec,
-            self.pools.layouts,
+            [*self.pools.layouts, self.pools.window_layout],
             max_batch=rows,
             max_context=max_context,
             max_tokens=self.pools.size.tokens,
@@ -184,9 +185,9 @@ class InklingAttnBackend(AttentionBackend):
                 "of a token (%d layers of %d), %d tokens in it",
                 windows,
                 len(layers),
-                pool.layers * layout.bytes_per_token,
+                pool.layers * self.pools.window_layout.bytes_per_token,
                 pool.layers,
-                layout.bytes_per_token,
+                self.pools.window_layout.bytes_per_token,
                 pool.tokens,
             )
         elif windows:
@@ -364,7 +365,8 @@ class InklingAttnBackend(AttentionBackend):
         kwargs: dict[str, Any],
     ) -> torch.Tensor:
         attention = self._attention_of(layer, kwargs.pop("sinks", None))
-        layout, heads = self.layout, layer.tp_q_head_num
+        cache, heads = self.pools.layer(layer.layer_id), layer.tp_q_head_num
+        layout, dtype = cache.layout, self.runner.spec.dtype
         bias = inkling_model.take_bias(kwargs)
         if bias is not None:
             attention = replace(attention, bias=bias)
@@ -374,7 +376,6 @@ class InklingAttnBackend(AttentionBackend):
             raise UnsupportedError(
                 "this model", [f"its attention layers pass {', '.join(unknown)}: not supported"]
             )
-        cache, dtype = self.pools.layer(layer.layer_id), self.runner.spec.dtype
         pool = int(self.pools.has_window_slots(layer.layer_id))
         q = q.view(-1, heads, layout.k_head_dim)
         if query is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -108,6 +109,8 @@ class InklingKVPool(MHATokenToKVPool):
             raise UnsupportedError(
                 "this pool", ["block-scaled pages have one fixed size and a token-major layout"]
             )
+        # Layers with a window may have heads of their own, and have a pool of their own then.
+        self.layout = replace(self.layout, num_kv_heads=self.head_num)
         slots = self.size + self.page_size
         assert slots % self.page_size == 0, (self.size, self.page_size)
         here = range(self.start_layer, self.start_layer + self.layer_num)

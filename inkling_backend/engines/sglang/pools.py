@@ -9,6 +9,7 @@ and never moves, so that a captured graph can read it.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +41,8 @@ class RunnerPools:
     Attributes:
         recipe, layout: of most layers.
         layouts: the layout of every layer in the pool that holds every token.
+        window_layout: of layers in the pool for those with a window, which may have heads of their
+            own; ``layout`` where there is one pool.
         size: of the pool that holds every token of a request.
         window_size: of the pool for layers with a window; None where there is one pool.
     """
@@ -56,11 +59,12 @@ class RunnerPools:
         recipe = recipe_of(name)
         if recipe is not None and all(isinstance(part, InklingKVPool) for part in parts):
             self.recipe, self.layout = recipe, parts[0].layout
-            self.layouts = parts[0].layouts
+            self.layouts, self.window_layout = parts[0].layouts, parts[-1].layout
         elif recipe is None and name in KV_CACHE_DTYPES and all(map(_is_plain_bf16, parts)):
             self.recipe = engine_recipe(name)
             self.layout = layout_of(self.recipe, model_runner.model_config, pool.page_size)
             self.layouts = (self.layout,) * parts[0].layer_num
+            self.window_layout = replace(self.layout, num_kv_heads=parts[-1].head_num)
         else:
             kinds = " and ".join(f"a {type(part).__name__} of {part.dtype}" for part in parts)
             raise UnsupportedError(
@@ -108,7 +112,9 @@ class RunnerPools:
         if not self.recipe.k.block:
             buffers = pool.get_kv_buffer(layer_id)
             if layer_id not in self._plain:
-                self._plain[layer_id] = LayerCache(self.layout, *buffers)
+                windowed = self.has_window_slots(layer_id)
+                layout = self.window_layout if windowed else self.layout
+                self._plain[layer_id] = LayerCache(layout, *buffers)
             return self._plain[layer_id]
         if not self._hybrid:
             return pool.layer(layer_id)

@@ -7,6 +7,7 @@ read plain attributes, so that they can be tested without an engine.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
@@ -177,7 +178,7 @@ def argument_reasons(
     return [
         *_cache_reasons(arguments, flags, backends),
         *_device_reasons(arguments, capability, cpu_supported),
-        *_model_reasons(model),
+        *_model_reasons(model, two_pools=versions.windows_have_a_pool(arguments, model)),
         *_inkling_reasons(backends, model),
         *(f"the model has {trait}, which are not supported: {_OTHER}" for trait in traits),
         *_attention_reasons(arguments, flags, model, capability, tp_size),
@@ -293,7 +294,7 @@ def _architecture(model: Any) -> str:
     return getattr(getattr(model, "attention_arch", None), "name", "MHA")
 
 
-def _model_reasons(model: Any) -> list[str]:
+def _model_reasons(model: Any, *, two_pools: bool) -> list[str]:
     reasons = []
     if _architecture(model) != "MHA":
         reasons.append(f"{_architecture(model)} attention is not supported: {_OTHER}")
@@ -313,10 +314,12 @@ def _model_reasons(model: Any) -> list[str]:
         )
     heads = model.get_num_kv_heads(1)
     window_heads = getattr(model, "get_swa_num_kv_heads", model.get_num_kv_heads)(1)
-    if window_heads != heads and _architecture(model) == "MHA":
+    apart = versions.window_kv_heads(model, 1) is not None
+    if window_heads != heads and not (apart and two_pools) and _architecture(model) == "MHA":
+        remedy = "leave --disable-hybrid-swa-memory out" if apart else _OTHER
         reasons.append(
             f"sliding-window layers with KV heads of their own ({window_heads} instead of {heads}) "
-            f"are not supported: {_OTHER}"
+            f"are not supported: {remedy}"
         )
     return reasons
 
@@ -342,13 +345,14 @@ def _attention_reasons(
         return []
     recipe = get_recipe(KV_CACHE_DTYPES.get(arguments.kv_cache_dtype, DEFAULT_KV_CACHE_DTYPE))
     q_heads, kv_heads = model.num_attention_heads // tp_size, model.get_num_kv_heads(tp_size)
+    heads = dict.fromkeys((kv_heads, versions.window_kv_heads(model, tp_size) or kv_heads))
     dims, page_size = (model.head_dim, model.v_head_dim), arguments.page_size
     quantize_query = flags.quantizes_query and recipe.takes_mxfp8_query
     reasons: list[str] = []
-    for each in (recipe, *flags.layer_recipes().values()):
+    for each, some in itertools.product((recipe, *flags.layer_recipes().values()), heads):
         found = reasons_against(
             num_q_heads=q_heads,
-            num_kv_heads=kv_heads,
+            num_kv_heads=some,
             k_format=each.k,
             v_format=each.v,
             k_head_dim=dims[0],
@@ -427,6 +431,7 @@ def layer_reasons(
     trees: bool = False,
     centers: bool = False,
     window_slots: Collection[int] = (),
+    window_layout: CacheLayout | None = None,
     kept_window: int | None = None,
 ) -> list[str]:
     """Why these attention layers of the loaded model cannot be served (empty if they can).
@@ -440,6 +445,7 @@ def layer_reasons(
         trees: whether they are trees.
         centers: whether keys are centered, which shifts the logits of a row alike.
         window_slots: numbers of the layers whose pages lie in a pool for windows.
+        window_layout: their geometry; None for ``layout``.
         kept_window: tokens before the newest one whose pages that pool keeps.
     """
     found: dict[tuple[str, str], int] = {}
@@ -470,7 +476,9 @@ def layer_reasons(
                 seen = "all tokens" if window is None else f"{window} tokens before its own"
                 note(f"a pool of {kept_window} tokens for layers that see {seen}", _ONE_POOL)
         have = (layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim)
-        want = (num_q_heads, layout.num_kv_heads, layout.k_head_dim, layout.v_head_dim)
+        apart = window_slots and layer.layer_id in window_slots
+        here = window_layout if window_layout is not None and apart else layout
+        want = (num_q_heads, here.num_kv_heads, here.k_head_dim, here.v_head_dim)
         if have != want:
             note(
                 f"layers that differ from the model's configuration: query heads, KV heads, "

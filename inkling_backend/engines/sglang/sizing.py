@@ -76,11 +76,18 @@ def _draft_layout(kvc: Any, config: Any) -> CacheLayout:
     return layout_of(own or engine_recipe(name), config, kvc.page_size, _sink_tokens(own))
 
 
+def _window_layout(layout: CacheLayout, model: Any) -> CacheLayout:
+    """Geometry of one rank's pages of layers with a window, in the pool that they have."""
+    heads = versions.window_kv_heads(model, versions.active_attention_tp_size())
+    return layout if heads is None else replace(layout, num_kv_heads=heads)
+
+
 def size_two_pools(result: None, sizer: Any, kvc: Any) -> None:
-    """Bytes of a token in a layer of each of two pools."""
+    """Bytes of a token in a layer of each of two pools, whose layers may differ in KV heads."""
     layout, own = _layout(kvc)
     if layout is not None and own:
-        versions.set_bytes_per_token(sizer, layout.bytes_per_token)
+        windows = _window_layout(layout, kvc.model_config)
+        versions.set_bytes_per_token(sizer, layout.bytes_per_token, windows.bytes_per_token)
 
 
 def without_workspace(available: int, kvc: Any, pre_model_load_memory: Any) -> int:
@@ -119,7 +126,8 @@ def workspace_bytes(kvc: Any, layout: CacheLayout, model: Any) -> int:
         quantize_query=False,
         relative_bias=versions.is_inkling(model),
     )
-    layouts = dict.fromkeys([layout, *_others(layout).values()])
+    windows = _window_layout(layout, model) if kvc.is_hybrid_swa else layout
+    layouts = dict.fromkeys([layout, *_others(layout).values(), windows])
     requests = versions.active_server_args().max_running_requests or _MOST_REQUESTS
     context, capability = kvc.model_config.context_len, capability_of(torch.device(kvc.device))
     flashinfer = flashinfer_extend.chosen(env.extend(), spec, context, capability)

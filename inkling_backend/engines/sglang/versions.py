@@ -185,6 +185,16 @@ def windows_have_a_pool(arguments: Any, model: Any) -> bool:
     return bool(getattr(model, "is_hybrid_swa", False)) and not one_pool
 
 
+def window_kv_heads(model: Any, tp_size: int) -> int | None:
+    """KV heads of a rank in the pool for layers with a window; None for as many as elsewhere.
+
+    The engine builds that pool so for the models that it lists (``is_hybrid_swa_compress``).
+    """
+    if not getattr(model, "is_hybrid_swa_compress", False):
+        return None
+    return int(model.get_swa_num_kv_heads(tp_size))
+
+
 def verified_tokens() -> int:
     """Tokens of a request that this scheduler process verifies at once; 1 without speculation."""
     from sglang.srt.runtime_context import get_spec
@@ -239,18 +249,18 @@ def draft_of(kvc: Any) -> tuple[Any, int] | None:
     return config, int(layers)
 
 
-def set_bytes_per_token(sizer: Any, layer_bytes: int) -> None:
-    """Let a ``HybridSWAPoolConfigurator`` count so many bytes of a token in each layer."""
-    sizer._full_per_token = sizer._swa_per_token = layer_bytes
+def set_bytes_per_token(sizer: Any, full: int, window: int) -> None:
+    """Let a ``HybridSWAPoolConfigurator`` count these bytes of a token, in a layer of each pool."""
+    sizer._full_per_token, sizer._swa_per_token = full, window
     recompute = getattr(sizer, "_recompute_cell_size", None)
     if recompute is not None:
         recompute()
         return
     # 0.5.17 does this where it is constructed.
     ratio = sizer._swa_full_tokens_ratio if sizer._full_layers_num else 1
-    layers = sizer._full_layers_num + sizer._draft_full_layers_num
-    layers += sizer._draft_swa_full_layers_num + ratio * sizer._swa_layers_num
-    sizer._cell_size = layer_bytes * layers
+    sizer._cell_size = full * (sizer._full_layers_num + sizer._draft_full_layers_num)
+    windows = sizer._draft_swa_full_layers_num + ratio * sizer._swa_layers_num
+    sizer._cell_size += window * windows
 
 
 def model_traits(model: Any) -> list[str]:
