@@ -63,8 +63,8 @@ class CacheLayout:
     """Geometry of the pages of a model's layers.
 
     K and V carry their formats apart. Layers may differ in their formats and, where those with a
-    window have a pool of their own, in their number of KV heads; in nothing else. A layer in BF16 has
-    no sink tokens.
+    window have a pool of their own, in their number of KV heads; in nothing else. A layer in BF16
+    has no sink tokens.
 
     Attributes:
         sink_tokens: first tokens of every page whose rows are kept in BF16, too. Attention reads
