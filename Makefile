@@ -14,7 +14,7 @@ REQUIREMENTS ?= -r requirements/cpu.txt
 .PHONY: help demo test lint unit wheel integration pages env model lock clean
 
 help:
-	@echo "make demo [RECIPE=mxfp8|nvfp4|kvfp4|mxfp8-nvfp4|bf16]  a real model answers, first with RECIPE"
+	@echo "make demo [RECIPE=mxfp8|nvfp4|kvfp4|mxfp4|mxfp8-nvfp4|bf16]  a real model answers, first with RECIPE"
 	@echo "make test         lint, unit, wheel and integration"
 	@echo "make lint         ruff and mypy"
 	@echo "make unit         formats, kernels (interpreted) and plugin, without a running engine"
@@ -44,7 +44,7 @@ wheel: env
 	$(PYTEST) tests/test_package.py
 
 integration: model
-	$(PYTEST) integration
+	$(PYTEST) integration -n auto --dist loadfile
 
 pages: env
 	$(PY) -m integration.pages

@@ -1,4 +1,4 @@
-"""Attention from a block-scaled low-bit KV cache (MXFP8, NVFP4, KVFP4).
+"""Attention from a block-scaled low-bit KV cache (MXFP8, NVFP4, KVFP4, MXFP4).
 
 Importing this needs torch only: no kernel is compiled, no engine imported, no GPU touched.
 """

@@ -34,6 +34,7 @@ COLORS = {
     "mxfp8": "#1f5fa8",
     "nvfp4": "#d1651a",
     "kvfp4": "#7a9e2f",
+    "mxfp4": "#b5446e",
     "mxfp8-nvfp4": "#8a5aa8",
     "bf16": "#555555",
     "fp8": "#b0b0b0",

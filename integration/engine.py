@@ -14,12 +14,16 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from integration.launch import environment, insist, stop
+
+SHUTDOWN_SECONDS = 10
 
 
 class EngineFailed(RuntimeError):
@@ -32,9 +36,15 @@ class RealEngine:
     Args:
         options: keywords of ``sglang.Engine``.
         env: environment variables on top of `launch.environment`.
+        seconds: it is ended after these; None for never.
     """
 
-    def __init__(self, options: Mapping[str, object], env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        options: Mapping[str, object],
+        env: Mapping[str, str] | None = None,
+        seconds: float | None = None,
+    ) -> None:
         self._log = tempfile.NamedTemporaryFile(  # noqa: SIM115 - closed by close()
             prefix="engine-", suffix=".log"
         )
@@ -47,6 +57,10 @@ class RealEngine:
             env=environment(env),
             start_new_session=True,
         )
+        self._limit = threading.Timer(seconds or threading.TIMEOUT_MAX, stop, [self._process])
+        self._limit.daemon = True
+        if seconds is not None:
+            self._limit.start()
         try:
             self._read()
         except BaseException:
@@ -73,10 +87,14 @@ class RealEngine:
         """End the engine and its children. Can be called twice."""
         if self._log.closed:
             return
-        stop(self._process)
+        self._limit.cancel()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe:
                 pipe.close()
+        # Without an input the process shuts its engine down, which SIGTERM does not make it do.
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(SHUTDOWN_SECONDS)
+        stop(self._process)
         self._log.close()
 
     def call(self, method: str, **arguments: object) -> Any:

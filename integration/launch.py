@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 
+from inkling_backend.formats import RECIPES as KNOWN
+
 ROOT = Path(__file__).resolve().parent.parent
 STANDIN = Path(__file__).resolve().parent / "sgl_kernel_standin"
 IDLE_SECONDS = 60
-RECIPES = ("mxfp8", "nvfp4", "kvfp4", "mxfp8-nvfp4", "bf16")
 
 # Keywords of sglang.Engine for every start. The 135M model fits anywhere, so the pool is small.
 COMMON: dict[str, object] = {
@@ -33,11 +34,12 @@ CPU: dict[str, object] = {
 # Keywords that choose a recipe, as a user would write them.
 RECIPE_FLAGS: dict[str, dict[str, object]] = {
     "mxfp8": {},
-    "nvfp4": {"fp4_kv_cache_recipe": "nvfp4"},
-    "kvfp4": {"fp4_kv_cache_recipe": "kvfp4"},
-    "mxfp8-nvfp4": {"fp4_kv_cache_recipe": "mxfp8-nvfp4"},
+    **{name: {"fp4_kv_cache_recipe": name} for name, each in KNOWN.items() if each.has_fp4},
     "bf16": {"kv_cache_dtype": "bf16"},
 }
+# Alone it costs SmolLM2 its answer, in a simulated cache too: "Bonjour" is likelier than "The".
+RECIPE_FLAGS["mxfp4"] |= {"inkling_key_transform": "rotate"}
+RECIPES = tuple(RECIPE_FLAGS)
 
 
 @cache

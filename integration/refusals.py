@@ -23,7 +23,7 @@ from typing import Any
 
 from integration.launch import command_line, environment
 
-START_SECONDS = 60
+START_SECONDS = 120
 
 
 @dataclass(frozen=True)

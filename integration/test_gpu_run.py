@@ -15,9 +15,12 @@ from inkling_backend.bench.cases import Heads
 from inkling_backend.bench.look import NO_GPU
 from inkling_backend.formats import get_recipe
 from inkling_backend.kernels.decode_fast import config_for
+from integration.engine import EngineFailed
 from integration.gpu import fuzz, measure, sanitizer, sweep
+from integration.gpu import watch as watching
 from integration.gpu.__main__ import PARTS, _chosen, _some_parts
 from integration.gpu.fuzz import Outcome, cases_of
+from integration.gpu.watch import Watched, watch
 from integration.pages.results import newest
 
 MEMCHECK = "========= COMPUTE-SANITIZER\n36 kernel calls\n========= ERROR SUMMARY: {} errors"
@@ -140,3 +143,46 @@ def test_files_of_one_day_have_numbers() -> None:
     assert first.endswith("-h200-decode.json")
     second = measure.file_name("NVIDIA H200", "decode", [first])
     assert second == first.replace(".json", "-2.json")
+
+
+class Engine:
+    """What `watch` asks of an engine."""
+
+    log = "\n".join(
+        [
+            " inkling: KV cache recipe mxfp8, 11880 bytes per token ",
+            "Decode batch, #running-req: 1, cuda graph: True",
+            "Decode batch, #running-req: 2, cuda graph: False",
+        ]
+    )
+
+    def __init__(self, options: dict[str, object], env: object) -> None:
+        self.options = options
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+def test_an_engine_is_watched_to_its_end_or_to_its_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "RealEngine", Engine)
+    good, bad, dead = Watched(), Watched(), Watched()
+    asked: list[object] = []
+
+    def fail(engine: object) -> None:
+        raise ValueError("no such answer")
+
+    def die(options: object, env: object) -> None:
+        raise EngineFailed("it exited with status 9")
+
+    watch(good, {"tp_size": 1}, lambda engine: asked.append(engine.options), 31000)  # type: ignore[attr-defined]
+    assert asked == [{"tp_size": 1, "port": 31000, "nccl_port": 31100}]
+    assert good.cache_lines == ["inkling: KV cache recipe mxfp8, 11880 bytes per token"]
+    assert (good.decode_steps, good.graph_steps, good.error) == (2, 1, "")
+    watch(bad, {}, fail, 31000)
+    assert (bad.error, bad.log) == ("ValueError: no such answer", Engine.log)
+    monkeypatch.setattr(watching, "RealEngine", die)
+    watch(dead, {}, fail, 31000)
+    assert (dead.error, dead.log) == ("it exited with status 9",) * 2

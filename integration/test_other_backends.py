@@ -36,10 +36,9 @@ def test_a_bf16_cache_can_be_shared_with_another_backend(model: Path, phase: str
 
 def test_torch_native_keeps_its_refusals(tmp_path: Path) -> None:
     llama = write_config(tmp_path, LLAMA)
-    for dtype in ("mxfp8", "nvfp4", "fp4_mx_block16"):
-        keywords = options(llama, None, **OTHER, kv_cache_dtype=dtype)
-        with_plugin, without = (
-            Refusals(env).run([keywords])[0] for env in ({}, {"SGLANG_PLUGINS": "none"})
-        )
-        assert with_plugin.status != 0
-        assert with_plugin.error == without.error
+    dtypes = ("mxfp8", "nvfp4", "fp4_mx_block16")
+    starts = [options(llama, None, **OTHER, kv_cache_dtype=dtype) for dtype in dtypes]
+    with_plugin, without = (Refusals(env).run(starts) for env in ({}, {"SGLANG_PLUGINS": "none"}))
+    for ours, theirs in zip(with_plugin, without, strict=True):
+        assert ours.status != 0
+        assert ours.error == theirs.error

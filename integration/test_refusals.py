@@ -66,6 +66,24 @@ CASES: dict[str, tuple[str, str | None, Mapping[str, object], tuple[str, ...]]] 
         {"kv_cache_dtype": "fp8_e4m3"},
         ("fp8_e4m3", "mxfp8", "nvfp4", "fp4_mx_block16", "bf16"),
     ),
+    "scales of NVFP4 without NVFP4": (
+        "llama",
+        "mxfp8",
+        {"inkling_nvfp4_scale": "fouroversix"},
+        ("is a rule of NVFP4 blocks",),
+    ),
+    "sink tokens of a BF16 cache": (
+        "llama",
+        "bf16",
+        {"inkling_sink_tokens": 1},
+        ("which keeps every token in BF16",),
+    ),
+    "recipe of a layer that is none": (
+        "llama",
+        "nvfp4",
+        {"inkling_layer_recipes": "1:mxfp8,2:mxfp8"},
+        ("names layer 2, but the model has layers 0 to 1",),
+    ),
     "drafting trees": (
         "llama",
         "mxfp8",
@@ -195,20 +213,28 @@ def test_wrong_surroundings_are_refused(surrounded: dict[str, Outcome], case: st
     assert not [part for part in expected if part not in outcome.output], outcome.output[-3000:]
 
 
-@pytest.mark.parametrize("case", ["recipe against a dtype", "unknown recipe", "page size"])
-def test_engine_keywords_are_refused_alike(tmp_path: Path, case: str) -> None:
-    (outcome,) = Refusals().run([keywords(tmp_path, case)], program="engine")
+KEYWORD_CASES = ("recipe against a dtype", "unknown recipe", "page size")
+
+
+@pytest.fixture(scope="module")
+def keyword_outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    folder = tmp_path_factory.mktemp("keywords")
+    starts = [keywords(folder, case) for case in KEYWORD_CASES]
+    return dict(zip(KEYWORD_CASES, Refusals().run(starts, program="engine"), strict=True))
+
+
+@pytest.mark.parametrize("case", KEYWORD_CASES)
+def test_engine_keywords_are_refused_alike(keyword_outcomes: dict[str, Outcome], case: str) -> None:
+    outcome = keyword_outcomes[case]
     assert outcome.status > 0
     *_, expected = CASES[case]
     assert not [part for part in expected if part not in outcome.output], outcome.output[-3000:]
 
 
-@pytest.mark.parametrize("base", [LLAMA, GPT_OSS], ids=["llama", "gpt_oss"])
-def test_the_same_start_without_a_fault_is_not_refused(
-    tmp_path: Path, base: dict[str, object]
-) -> None:
+def test_the_same_starts_without_a_fault_are_not_refused(tmp_path: Path) -> None:
     """The cases above fail for their reason and not for how they are started."""
-    model = write_config(tmp_path, base)
-    start = options(model, "mxfp8", skip_tokenizer_init=True)
-    (outcome,) = Refusals().run([start])
-    assert "Load weight begin" in outcome.output, outcome.output[-3000:]
+    bases = {"llama": LLAMA, "gpt_oss": GPT_OSS}
+    models = [write_config(tmp_path / name, base) for name, base in bases.items()]
+    starts = [options(model, "mxfp8", skip_tokenizer_init=True) for model in models]
+    for outcome in Refusals().run(starts):
+        assert "Load weight begin" in outcome.output, outcome.output[-3000:]

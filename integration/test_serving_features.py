@@ -34,7 +34,7 @@ POOL_TOKENS = 1024
 OTHERS = [prompt(300, seed) for seed in range(3, 8)]
 HIT = 256  # tokens of the whole pages of 300
 # What each cache adds to the logits of a tiny random model, in units of the last place of bfloat16.
-_UNITS = {"bf16": 4, "mxfp8": 24, "mxfp8-nvfp4": 64, "nvfp4": 64, "kvfp4": 64}
+_UNITS = {"bf16": 4, "mxfp8": 24, "mxfp8-nvfp4": 64, "nvfp4": 64, "kvfp4": 64, "mxfp4": 64}
 TOLERANCES = {recipe: units * 2**-6 for recipe, units in _UNITS.items()}
 
 

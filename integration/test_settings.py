@@ -80,11 +80,6 @@ def test_of_the_mixed_recipe_v_is_scaled_to_four_or_six(model: Path) -> None:
         assert "Paris" in engine.ask(QUESTION)
 
 
-def test_four_over_six_without_nvfp4_is_refused(model: Path) -> None:
-    with pytest.raises(EngineFailed, match="is a rule of NVFP4 blocks"):
-        RealEngine(options(model, "mxfp8", inkling_nvfp4_scale="fouroversix"))
-
-
 def test_layers_have_recipes_of_their_own(model: Path, tmp_path: Path) -> None:
     probe = Probe(tmp_path)
     recipes = "0-1:mxfp8,7:bf16,29:mxfp8-nvfp4"
@@ -135,17 +130,6 @@ def test_sink_tokens_are_read_in_bf16(model: Path, tmp_path: Path) -> None:
         beyond = pool["nbytes"] - (pool["tokens"] + pool["page_size"]) * pool["bytes_per_token"]
         assert 0 <= beyond <= 16 * 1024
     assert seen[0] != seen[1], "the rows in BF16 were read"
-
-
-def test_sink_tokens_of_a_bf16_cache_are_refused(model: Path) -> None:
-    with pytest.raises(EngineFailed, match="which keeps every token in BF16"):
-        RealEngine(options(model, "bf16", inkling_sink_tokens=1))
-
-
-def test_recipes_of_layers_that_are_none_are_refused(model: Path) -> None:
-    chosen = options(model, "nvfp4", inkling_layer_recipes="29:mxfp8,30:mxfp8")
-    with pytest.raises(EngineFailed, match="names layer 30, but the model has layers 0 to 29"):
-        RealEngine(chosen)
 
 
 @pytest.mark.parametrize("config", [GEMMA2, GRANITE_SWA], ids=["soft-cap", "sinks"])

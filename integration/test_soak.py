@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from integration import launch
+from integration.compare import disagreements, steps_of
 from integration.soak import FOREIGN, IDENTICAL, KINDS, MODEL, Outcome, errors_of, soak
 from integration.tiny_models import write_model
 
@@ -23,6 +25,21 @@ def test_nothing_is_lost_and_nothing_is_wrong(tmp_path: Path) -> None:
     assert set(outcome.faults) == set(KINDS) - {"whole", "short"} | {"retracted"}
     assert min(outcome.faults.values()) > 0
     assert "recipe mxfp8-nvfp4" in log
+
+
+def answer(tokens: list[int], tops: int, retractions: int) -> dict[str, Any]:
+    each = [[-0.1, token, None] for token in tokens[len(tokens) - tops :]]
+    meta = {"output_top_logprobs": [[top] for top in each], "num_retractions": retractions}
+    return {"output_ids": tokens, "meta_info": meta}
+
+
+def test_only_a_retracted_answer_may_lack_log_probabilities() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        steps_of(answer([3, 4, 5], 2, 0))
+    whole = steps_of(answer([3, 4, 5], 3, 0))
+    assert disagreements([steps_of(answer([3, 4, 5], 2, 1))], [whole]) == []
+    assert disagreements([steps_of(answer([7, 4, 5], 2, 1))], [whole]) != []
+    assert disagreements([steps_of(answer([3, 4, 9], 2, 1))], [whole]) != []
 
 
 def test_errors_in_a_log_are_seen() -> None:

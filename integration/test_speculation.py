@@ -28,7 +28,7 @@ NEW_TOKENS = 24
 # SmolLM2's logits are below 32, where a unit in the last place of bfloat16 is 2**-3. A rounding of
 # that size, in a batch of another shape, may move an element of the cache to its next code. Seen:
 # up to 0.5 behind with drafts (KVFP4), up to 0.25 without any.
-_UNITS = {"bf16": 2, "mxfp8": 4, "mxfp8-nvfp4": 6, "nvfp4": 6, "kvfp4": 6}
+_UNITS = {"bf16": 2, "mxfp8": 4, "mxfp8-nvfp4": 6, "nvfp4": 6, "kvfp4": 6, "mxfp4": 6}
 NEAR = {recipe: units * 2**-3 for recipe, units in _UNITS.items()}
 # The engine hands a draft its prompt without the first token, so that a model is no perfect draft
 # of itself. These were 62 % of SmolLM2's tokens and more; without a draft's own tokens in view a

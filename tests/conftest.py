@@ -10,10 +10,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.quick_interpreter import quicken
+
 # Triton decides when a kernel is defined, so this must come before the first import of Triton.
 if not torch.cuda.is_available():
     assert "triton" not in sys.modules
     os.environ["TRITON_INTERPRET"] = "1"
+    quicken()
 
 settings.register_profile(
     "inkling", deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow]

@@ -18,15 +18,7 @@ from inkling_backend.formats import (
     ScaleOrder,
     parse_layer_recipes,
 )
-from inkling_backend.formats.elements import (
-    decode_e2m1_packed,
-    decode_e4m3,
-    decode_e8m0,
-    encode_e2m1,
-    encode_e4m3,
-    pack_nibbles,
-    to_blocks,
-)
+from inkling_backend.formats.elements import decode_e4m3, encode_e4m3
 from inkling_backend.formats.layout import SINKS, parse_sinks, sink_bits
 
 
@@ -38,27 +30,19 @@ def _from_fp8(q: Quantized, global_scale: torch.Tensor | None = None) -> torch.T
     return decode_e4m3(q.data)
 
 
-def _mxfp4(x: torch.Tensor, global_scale: torch.Tensor | None = None) -> Quantized:
-    """OCP MX rule: the scale's exponent is that of the maximum less E2M1's largest, 2."""
-    blocks = to_blocks(x, 32)
-    exponent = torch.frexp(blocks.abs().amax(-1)).exponent - 1
-    scale = (exponent - 2 + 127).clamp(0, 254).to(torch.uint8)
-    magnitude = blocks.abs() / decode_e8m0(scale)[..., None]
-    codes = encode_e2m1(magnitude, blocks < 0, ties_to_even=True)
-    return Quantized(pack_nibbles(codes.flatten(-2)), scale)
-
-
-def _from_mxfp4(q: Quantized, global_scale: torch.Tensor | None = None) -> torch.Tensor:
-    assert q.scale is not None
-    values = decode_e2m1_packed(q.data).unflatten(-1, (-1, 32))
-    return (values * decode_e8m0(q.scale)[..., None]).flatten(-2)
-
-
-# Formats of other software, for comparison: the engine's own FP8 cache with the scale 1 that it
-# takes without calibration, and MXFP4 as the OCP specification has it.
-_TOKENS = ScaleOrder.TOKEN_MAJOR
-FP8_PER_TENSOR = Format("fp8_per_tensor", 8, 0, 0, False, _TOKENS, _TOKENS, _fp8, _from_fp8)
-MXFP4_BLOCK32 = Format("mxfp4_block32", 4, 32, 127, False, _TOKENS, _TOKENS, _mxfp4, _from_mxfp4)
+# For comparison: the engine's own FP8 cache with the scale 1 that it takes without calibration.
+FP8_PER_TENSOR = Format(
+    "fp8_per_tensor",
+    codes="e4m3",
+    element_bits=8,
+    block=0,
+    one_scale=0,
+    has_global_scale=False,
+    k_order=ScaleOrder.TOKEN_MAJOR,
+    v_order=ScaleOrder.TOKEN_MAJOR,
+    quantize=_fp8,
+    dequantize=_from_fp8,
+)
 
 BASES: dict[str, Recipe] = {
     "bf16": RECIPES["bf16"],
@@ -68,7 +52,7 @@ BASES: dict[str, Recipe] = {
     "k_mxfp8_v_nvfp4": RECIPES["mxfp8-nvfp4"],
     "nvfp4": RECIPES["nvfp4"],
     "kvfp4": RECIPES["kvfp4"],
-    "mxfp4_block32": Recipe("mxfp4_block32", MXFP4_BLOCK32, MXFP4_BLOCK32),
+    "mxfp4_block32": RECIPES["mxfp4"],
 }
 # Transform after a plus sign -> what it does.
 TRANSFORMS = {

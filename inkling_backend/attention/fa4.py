@@ -50,6 +50,8 @@ def reasons_against(spec: AttentionSpec, capability: Capability | None) -> list[
             f"FA4 reads heads of {HEAD_DIM} in pages of {PAGE_SIZE}, but head_dim of K and V is "
             f"{dims[0]} and {dims[1]}, the page size {layout.page_size}"
         )
+    if spec.relative_bias:
+        reasons.append("FA4 is not given the relative bias of this model's logits")
     if layout.sink_tokens:
         reasons.append(
             f"FA4 reads pages alone, not the rows of {layout.sink_tokens} sink tokens beside them"

@@ -92,6 +92,8 @@ def reasons_against(
     if capability is None or not runs_fa3(capability):
         have = "no GPU" if capability is None else "compute capability " + _dotted(capability)
         reasons.append(f"FA3 runs on Hopper (compute capability 9.0) alone, here is {have}")
+    if spec.relative_bias:
+        reasons.append("FA3 has no relative bias, which this model adds to its logits")
     if spec.dtype != torch.bfloat16:
         reasons.append(f"its copies of K and V are bfloat16, the model is {spec.dtype}")
     dims = (layout.k_head_dim, layout.v_head_dim)

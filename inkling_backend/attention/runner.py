@@ -308,7 +308,8 @@ class AttentionRunner:
                 ``batch * q_len`` for decode, for extend at least ``qo_indptr[-1]``. Rows from there
                 on are padding and their ``out`` is not written.
             out: ``[T, query heads, Dv]`` or ``[T, query heads * Dv]``, contiguous, model's dtype.
-            layer: scale, window, soft-cap, causality and sinks of the layer.
+            layer: scale, window, soft-cap, causality, sinks and bias of the layer; a bias where
+                ``spec`` says so, and not over a tree.
 
         Returns:
             ``out``.
@@ -321,6 +322,11 @@ class AttentionRunner:
             got = f"{out.dtype}, strides {out.stride()}"
             raise InvalidTensorError("out", "contiguous", self.spec.dtype, got)
         layer.check_sinks(heads)
+        layer.check_bias(rows, heads)
+        if layer.bias is not None and not self.spec.relative_bias:
+            raise InvalidTensorError("layer.bias", "for this runner", None, layer.bias.shape)
+        if layer.bias is not None and getattr(plan, "tree", None) is not None:
+            raise InvalidTensorError("layer", "without a bias over a tree", None, layer.bias.shape)
         if not layer.causal and getattr(plan, "q_len", 1) > 1:
             raise InvalidTensorError("layer", "causal", True, False)
         if layer.window is not None and getattr(plan, "tree", None) is not None:

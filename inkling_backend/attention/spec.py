@@ -23,12 +23,14 @@ class AttentionSpec:
         layout: geometry of its cache; holds the KV heads and head sizes.
         dtype: of queries and outputs, bfloat16 or float16.
         quantize_query: whether Q becomes MXFP8 in the launch that stores K and V.
+        relative_bias: whether its layers bring a `LayerAttention.bias`.
     """
 
     num_q_heads: int
     layout: CacheLayout
     dtype: torch.dtype
     quantize_query: bool
+    relative_bias: bool = False
 
     @property
     def group(self) -> int:

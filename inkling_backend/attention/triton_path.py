@@ -50,12 +50,14 @@ class _Decoder(NamedTuple):
         capability: Capability | None,
     ) -> _Decoder:
         layout = spec.layout
-        config = config_for(layout, spec.group, q_len, spec.dtype, capability)
+        config = None
+        if not spec.relative_bias:
+            config = config_for(layout, spec.group, q_len, spec.dtype, capability)
         sizes = (spec.num_q_heads * q_len, layout, max_batch, max_context)
         if config is None:
             return cls(decode, split_rule(*sizes))
         programs = persistent_programs(config, device)
-        return cls(decode_fast, chunked_split_rule(*sizes, programs))
+        return cls(decode_fast, chunked_split_rule(*sizes, config, programs))
 
 
 class _DecodeBuffers(NamedTuple):
@@ -275,6 +277,7 @@ class TritonPath:
             )
             return
         assert plan.work is not None
+        decoder = self._decoders[plan.q_len]
         call = DecodeCall(
             query,
             cache,
@@ -287,6 +290,7 @@ class TritonPath:
             layer,
             plan.q_len,
             plan.tree,
+            decoder.rule.split_chunks,
         )
-        self._decoders[plan.q_len].decode(call)
+        decoder.decode(call)
         merge(call)

@@ -262,12 +262,14 @@ def engine(
     Example: inkling-backend bench engine --format nvfp4
     """
     from inkling_backend.bench import engine as engines
+    from inkling_backend.engines.sglang.visible import require_visible
 
     heads = Heads(q_heads, kv_heads, head_dim, page_size)
     run = Run(shapes.ENGINE, heads, formats, shape, quick, peers, json)
     with look.one_line(f"bench {run.command}"):
         names = list(formats or (engines.QUICK_RECIPES if quick else ()))
         recipes, cases = engines.engine_recipes(names), run.cases()
+        require_visible()
     beside = (engines.QUICK_PEERS if quick else tuple(engines.PEERS)) if peers else ()
 
     def work(emit: Emit, say: Say) -> bool:

@@ -17,6 +17,7 @@ from inkling_backend import env
 from inkling_backend.attention import AttentionSpec
 from inkling_backend.bench.results import gpu
 from inkling_backend.engines.sglang.versions import version_reason
+from inkling_backend.engines.sglang.visible import PLUGIN, REMEDY, is_visible
 from inkling_backend.errors import InklingError
 from inkling_backend.formats import RECIPES, get_recipe
 from inkling_backend.formats.layout import CacheLayout
@@ -28,8 +29,6 @@ from inkling_backend.kernels.arch import (
     supports,
 )
 
-ENTRY_POINTS = "sglang.srt.plugins"
-PLUGIN = "inkling"
 _CHECK = "inkling_backend.engines.sglang.check"
 _SECONDS = 300
 # Without these the engine need not be asked.
@@ -172,9 +171,8 @@ def _engine() -> Iterator[Check]:
     else:
         reason = version_reason(version)
         yield Check("SGLang", reason is None, True, version, reason or "")
-    points = metadata.entry_points(group=ENTRY_POINTS)
-    seen = any(point.name == PLUGIN for point in points)
-    step = "" if seen else "install this package with pip in the engine's environment"
+    seen = is_visible()
+    step = "" if seen else REMEDY
     yield Check("plugin visible", seen, True, "yes" if seen else "no entry point", step)
     allowed = os.environ.get("SGLANG_PLUGINS")
     if allowed and PLUGIN not in {name.strip() for name in allowed.split(",")}:

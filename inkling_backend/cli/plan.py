@@ -32,8 +32,10 @@ GPU_MEMORY_MIB = {
     "RTX5090": 32607,
 }
 FP8 = "fp8"
-# Recipes in the order shown. FP8 is the engine's own cache of one byte an element, for comparison.
-ORDER = ("bf16", FP8, "mxfp8", "mxfp8-nvfp4", "nvfp4", "kvfp4")
+# Recipes in the order shown, by their bits. FP8 is the engine's own cache, a byte an element, for
+# comparison.
+_BLOCK_SCALED = [name for name in RECIPES if name != "bf16"]
+ORDER = ("bf16", FP8, *sorted(_BLOCK_SCALED, key=lambda name: -RECIPES[name].bits_per_element))
 # Their pools are the engine's own, of one format.
 _WITHOUT_OTHERS = ("bf16", FP8)
 # The engine's default of --swa-full-tokens-ratio: tokens of the pool for layers with a window, over

@@ -19,6 +19,7 @@ def dequantize(q: Quantized, global_scale: torch.Tensor | None = None) -> torch.
 
 BF16 = Format(
     name="bf16",
+    codes="bf16",
     element_bits=16,
     block=0,
     one_scale=0,

@@ -15,6 +15,8 @@ from inkling_backend.errors import InvalidTensorError
 E4M3_MAX = 448.0
 E4M3_NAN = 0x7F
 E2M1_MAX = 6.0
+# Of its largest number.
+E2M1_EXPONENT = 2
 E8M0_NAN = 0xFF
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
@@ -69,6 +71,19 @@ def encode_e8m0(amax: torch.Tensor, peak: float, floor: int) -> torch.Tensor:
     # The first addend carries into the exponent exactly if amax's mantissa exceeds peak's.
     addend = 0x7FFFFF - int((2 * mantissa - 1) * 2**23) - ((exponent - 1) << 23)
     return ((amax.view(torch.int32) + addend) >> 23).clamp(min=floor).to(torch.uint8)
+
+
+def floor_e8m0(amax: torch.Tensor, exponent: int) -> torch.Tensor:
+    """Byte of ``2^(floor(log2(amax)) - exponent)``, at least 0, which a maximum of zero has, too.
+
+    Args:
+        amax: float32, finite and not negative.
+        exponent: of the element code's largest value; at least 2, or subnormals would show.
+
+    Returns:
+        uint8 of amax's shape.
+    """
+    return ((amax.view(torch.int32) >> 23) - exponent).clamp(min=0).to(torch.uint8)
 
 
 def decode_e8m0(codes: torch.Tensor) -> torch.Tensor:

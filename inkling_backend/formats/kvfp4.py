@@ -48,6 +48,7 @@ def dequantize(q: Quantized, global_scale: torch.Tensor | None = None) -> torch.
 
 KVFP4 = Format(
     name="kvfp4",
+    codes="e2m1-e8m0",
     element_bits=4,
     block=BLOCK,
     one_scale=127,

@@ -55,6 +55,7 @@ def dequantize(q: Quantized, global_scale: torch.Tensor | None = None) -> torch.
 
 MXFP8 = Format(
     name="mxfp8",
+    codes="e4m3-e8m0",
     element_bits=8,
     block=BLOCK,
     one_scale=127,

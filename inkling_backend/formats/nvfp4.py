@@ -114,6 +114,7 @@ def dequantize(q: Quantized, global_scale: torch.Tensor | None = None) -> torch.
 
 NVFP4 = Format(
     name="nvfp4",
+    codes="e2m1-e4m3",
     element_bits=4,
     block=BLOCK,
     one_scale=0x38,

@@ -9,11 +9,12 @@ from enum import Enum
 from inkling_backend.errors import LayerRecipesError, UnknownNameError
 from inkling_backend.formats.bf16 import BF16
 from inkling_backend.formats.kvfp4 import KVFP4
+from inkling_backend.formats.mxfp4 import MXFP4
 from inkling_backend.formats.mxfp8 import MXFP8
 from inkling_backend.formats.nvfp4 import NVFP4, NVFP4_FOUR_OVER_SIX
 from inkling_backend.formats.spec import Format
 
-FORMATS: dict[str, Format] = {f.name: f for f in (MXFP8, NVFP4, KVFP4, BF16)}
+FORMATS: dict[str, Format] = {f.name: f for f in (MXFP8, NVFP4, KVFP4, MXFP4, BF16)}
 
 
 def get_format(name: str) -> Format:
@@ -62,6 +63,11 @@ class Recipe:
     def with_mxfp8_query(self) -> Recipe:
         """The recipe with queries in MXFP8; itself where it takes none."""
         return replace(self, quantize_query=self.takes_mxfp8_query)
+
+    @property
+    def has_fp4(self) -> bool:
+        """Whether K or V is kept in elements of 4 bits."""
+        return 4 in (self.k.element_bits, self.v.element_bits)
 
     @property
     def has_nvfp4(self) -> bool:
@@ -120,9 +126,9 @@ def parse_layer_recipes(text: str) -> dict[int, Recipe]:
 
 
 class FP4KVCacheRecipe(Enum):
-    """The FP4 recipes.
+    """The FP4 recipes by the names that code around such caches uses.
 
-    MXFP4: block scales only (KVFP4: power-of-two scales over 16 elements).
+    MXFP4: block scales only: KVFP4, of 16 elements, and not the recipe ``mxfp4``, of 32.
     NVFP4: E4M3 block scales over 16 elements and a float32 global scale.
     """
 

@@ -57,7 +57,9 @@ class Format:
     """One number format of the cache.
 
     Attributes:
-        name: the name used in flags, logs, results and as the kernels' ``FMT`` constant.
+        name: the name used in flags, logs and results, by which the store knows the rule.
+        codes: what the bytes mean, by which kernels read them: the element code, and that of the
+            scales. Formats that differ in blocks or in the choice of scales alone have the same.
         element_bits: bits of one element code.
         block: neighbouring elements along head_dim that share one scale byte; 0 = no scales.
         one_scale: the scale byte of 1.0.
@@ -69,6 +71,7 @@ class Format:
     """
 
     name: str
+    codes: str
     element_bits: int
     block: int
     one_scale: int

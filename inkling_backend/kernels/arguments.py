@@ -44,6 +44,13 @@ def layer_arguments(layer: LayerAttention) -> tuple[Any, ...]:
     return layer.sm_scale * math.log2(math.e), layer.window, softcap, layer.sinks
 
 
+def bias_arguments(layer: LayerAttention) -> tuple[Any, ...]:
+    """bias_ptr, bias_row_stride, bias_head_stride, bias_extent; None, all of them, without one."""
+    if layer.bias is None:
+        return None, None, None, None
+    return layer.bias, layer.bias.stride(0), layer.bias.stride(1), layer.bias.shape[2]
+
+
 def cache_constants(layout: CacheLayout, group: int, max_pages: int) -> dict[str, Any]:
     """The constexpr arguments of an attention kernel that describe the cache.
 
@@ -67,6 +74,7 @@ class Example(NamedTuple):
     features: names of the arguments of `layer_arguments` that are not None.
     q_len: query tokens of a request in decode.
     tree: whether they are a tree.
+    biased: whether logits have a relative bias.
     """
 
     name: str
@@ -77,6 +85,7 @@ class Example(NamedTuple):
     features: tuple[str, ...] = ()
     q_len: int = 1
     tree: bool = False
+    biased: bool = False
 
     @property
     def rows(self) -> int:
@@ -88,6 +97,12 @@ class Example(NamedTuple):
         types = {"window": "i32", "softcap_log2": "fp32", "sinks_ptr": f"*{self.dtype}"}
         absent = dict.fromkeys(set(types) - set(self.features), "constexpr")
         return {"sm_scale_log2": "fp32", **types, **absent}
+
+    def bias_signature(self) -> dict[str, str]:
+        """Types of `bias_arguments`."""
+        integers = ("bias_row_stride", "bias_head_stride", "bias_extent")
+        types = {"bias_ptr": f"*{self.dtype}", **dict.fromkeys(integers, "i32:16")}
+        return types if self.biased else dict.fromkeys(types, "constexpr")
 
     def signature(self) -> dict[str, str]:
         """Types of `cache_arguments`."""
@@ -107,7 +122,7 @@ class Example(NamedTuple):
 
 def examples() -> Iterator[Example]:
     """Every format and a mixed pair, every head size and group; a float16 model; small pages;
-    layers with features."""
+    layers with features. KVFP4, whose codes are MXFP4's, has two head sizes."""
     pairs = [(name, name) for name in FORMATS]
     cases = list(itertools.product([*pairs, ("mxfp8", "nvfp4")], ((128, 4), (256, 7))))
     cases += list(itertools.product([p for p in pairs if p[0] != "kvfp4"], ((64, 1), (96, 4))))
@@ -146,6 +161,21 @@ def examples() -> Iterator[Example]:
         yield Example(name, layout, group, "bf16", False, asked, q_len)
     encoder = CacheLayout(mxfp8, mxfp8, 8, 96, 96)
     yield Example("features-encoder", encoder, 1, "fp16", True, ("softcap_log2",))
+
+
+def biased_examples() -> Iterator[Example]:
+    """Layers of Inkling, for the kernels that take a bias."""
+    for name, q_len, features in (
+        ("mxfp8", 1, ("window",)),
+        ("nvfp4", 1, ()),
+        ("bf16", 1, ("window",)),
+        ("mxfp8", 4, ()),
+    ):
+        fmt = get_format(name)
+        layout = CacheLayout(fmt, fmt, 8, 128, 128)
+        case = f"bias-{name}" + (f"-verify{q_len}" if q_len > 1 else "")
+        quantized = name == "mxfp8"
+        yield Example(case, layout, 4, "bf16", quantized, features, q_len, biased=True)
 
 
 def compile_case(

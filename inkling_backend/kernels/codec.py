@@ -90,9 +90,9 @@ def _e2m1_value(code):
 
 
 @triton.jit
-def _scale_value(byte, FMT: tl.constexpr):
+def _scale_value(byte, CODES: tl.constexpr):
     """float32 value of scale bytes."""
-    if FMT == "nvfp4":
+    if CODES == "e2m1-e4m3":
         return e4m3_value(byte)
     else:
         return _e8m0_value(byte)
@@ -154,11 +154,11 @@ def load_rows(
         ``[N, side.pad]`` bfloat16 in natural element order. Exact where bfloat16 holds a product of
         code and scale, which is everywhere but at subnormal results of scale bytes below 10.
     """
-    FMT: tl.constexpr = SIDE.fmt
+    CODES: tl.constexpr = SIDE.codes
     D: tl.constexpr = SIDE.dim
     D_PAD: tl.constexpr = SIDE.pad
     row = slot * SIDE.heads + head  # [N]
-    if FMT == "bf16":
+    if CODES == "bf16":
         cols = tl.arange(0, D_PAD)
         p_data = data_ptr + (row * D)[:, None] + cols[None, :]
         x = tl.load(p_data, mask=_row_mask(mask, cols, D, D_PAD), other=0.0)
@@ -175,14 +175,14 @@ def load_rows(
         s_row = scale_offset(slot, head, SIDE)
         p_scale = scale_ptr + s_row[:, None] + (blocks * SIDE.s_blk)[None, :]
         scale = tl.load(p_scale, mask=_row_mask(mask, blocks, SF, SB), other=0)
-        scale = _scale_value(scale, FMT)  # [N, SB]
-        if FMT == "mxfp8":
+        scale = _scale_value(scale, CODES)  # [N, SB]
+        if CODES == "e4m3-e8m0":
             cols = tl.arange(0, D_PAD)
             p_data = data_ptr + (row * D)[:, None] + cols[None, :]
             code = tl.load(p_data, mask=_row_mask(mask, cols, D, D_PAD), other=0)
             return _scaled(e4m3_value(code), scale, N, SB, BLOCK, WIDE)
         else:
-            tl.static_assert(FMT == "nvfp4" or FMT == "kvfp4")
+            tl.static_assert(CODES == "e2m1-e4m3" or CODES == "e2m1-e8m0")
             HALF: tl.constexpr = D_PAD // 2
             cols = tl.arange(0, HALF)
             p_data = data_ptr + (row * (D // 2))[:, None] + cols[None, :]

@@ -1,7 +1,7 @@
 """Tiles to float16 by the instructions of newer GPUs (SM89 on): the fast half of `codec`.
 
-A row is read as words of 16 bits. One word carries `classes(FMT)` elements of head_dim: word ``w``
-holds the elements ``classes * w + c``. Decoding gives one float16 tile per class ``c``, so that no
+A row is read as words of 16 bits. One word carries `classes` elements of head_dim: word ``w`` holds
+the elements ``classes * w + c``. Decoding gives one float16 tile per class ``c``, so that no
 element has to move between lanes; the query is split the same way, and so is the output.
 
 float16 has less range than the formats, so a tile comes out as its value times a fixed power of two
@@ -35,22 +35,23 @@ def _e8m0(lowest_byte: int, lowest_field: int) -> str:
         }}"""
 
 
-# Both give 2**(e + 6). MXFP8 takes e in [-20, 9]; up to e = 1, a largest value of 896, no value
-# overflows. KVFP4 takes [-15, 9], so that the smallest code is a float16.
-_MXFP8_SCALES = tl.constexpr(_e8m0(107, 1))
-_KVFP4_SCALES = tl.constexpr(_e8m0(112, 6))
+# Both give 2**(e + 6). Over E4M3 e is in [-20, 9]; up to e = 1, a largest value of 896, no value
+# overflows. Over E2M1 it is in [-15, 9], so that the smallest code is a float16.
+_E4M3_SCALES = tl.constexpr(_e8m0(107, 1))
+_E2M1_SCALES = tl.constexpr(_e8m0(112, 6))
 
 
 @triton.constexpr_function
-def classes(fmt):
-    """Elements of head_dim in one word of 16 bits."""
-    return {"bf16": 1, "mxfp8": 2, "nvfp4": 4, "kvfp4": 4}[fmt]
+def classes(codes):
+    """Elements of head_dim in one word of 16 bits, by `Format.codes`."""
+    return {"bf16": 1, "e4m3-e8m0": 2, "e2m1-e4m3": 4, "e2m1-e8m0": 4}[codes]
 
 
 @triton.constexpr_function
-def unshift(fmt):
+def unshift(codes):
     """What undoes the power of two by which decoded values are off."""
-    return {"bf16": 1.0, "mxfp8": 2.0**-6, "nvfp4": 2.0**14, "kvfp4": 2.0**8}[fmt]
+    powers = {"bf16": 0, "e4m3-e8m0": -6, "e2m1-e4m3": 14, "e2m1-e8m0": 8}
+    return 2.0 ** powers[codes]
 
 
 @triton.jit
@@ -97,32 +98,32 @@ def _e2m1(words):
 
 
 @triton.jit
-def unpack(words, FMT: tl.constexpr):
+def unpack(words, CODES: tl.constexpr):
     """Words ``[X, Y]`` -> a tuple of `classes` tiles ``[X, Y]``, without the block scales."""
-    if FMT == "bf16":
+    if CODES == "bf16":
         return (words,)
-    elif FMT == "mxfp8":
+    elif CODES == "e4m3-e8m0":
         return _e4m3(words)
     else:
-        tl.static_assert(FMT == "nvfp4" or FMT == "kvfp4")
+        tl.static_assert(CODES == "e2m1-e4m3" or CODES == "e2m1-e8m0")
         return _e2m1(words)
 
 
 @triton.jit
-def scale_factors(scale, FMT: tl.constexpr):
+def scale_factors(scale, CODES: tl.constexpr):
     """uint8 scale bytes -> float16 factors: the scale times a power of two, Inf if out of range."""
-    if FMT == "mxfp8":
+    if CODES == "e4m3-e8m0":
         return tl.inline_asm_elementwise(
-            _MXFP8_SCALES,
+            _E4M3_SCALES,
             "=r,=r,r",
             [scale],
             dtype=tl.float16,
             is_pure=True,
             pack=4,
         )
-    elif FMT == "kvfp4":
+    elif CODES == "e2m1-e8m0":
         return tl.inline_asm_elementwise(
-            _KVFP4_SCALES,
+            _E2M1_SCALES,
             "=r,=r,r",
             [scale],
             dtype=tl.float16,
@@ -130,7 +131,7 @@ def scale_factors(scale, FMT: tl.constexpr):
             pack=4,
         )
     else:
-        tl.static_assert(FMT == "nvfp4")
+        tl.static_assert(CODES == "e2m1-e4m3")
         return scale.to(tl.float8e4nv, bitcast=True).to(tl.float16)
 
 

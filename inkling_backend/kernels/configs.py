@@ -27,10 +27,13 @@ MIN_SPLIT_TOKENS, MAX_SPLIT_TOKENS = 256, 1024
 # A constant, not the device's count: a result must not change with the device it ran on.
 SPLIT_PROGRAMS = 128
 
-# `decode_fast`, tokens of a chunk and of a split. Chunks are short, to fill a GPU with one request
-# of a few thousand tokens; a partial result of 1024 tokens weighs nothing.
-CHUNK_TOKENS, CHUNKED_SPLIT_TOKENS = 128, 1024
-SPLIT_CHUNKS = CHUNKED_SPLIT_TOKENS // CHUNK_TOKENS
+# `decode_fast`, tokens of a chunk: short, to fill a GPU with one request of a few thousand tokens.
+CHUNK_TOKENS = 128
+
+# `decode_fast`, tokens of the splits that the programs of an SM work on together: a split costs two
+# microseconds or three to begin, but sixteen requests of 8192 tokens and eight KV heads must fill
+# an H200. And of the longest: merge holds its chunks in registers.
+SM_SPLIT_TOKENS, LONGEST_SPLIT = 8192, 4096
 
 # Chunks times KV heads of a batch up to which its chunks may be work items.
 CHUNK_PROGRAMS = 4096
@@ -81,6 +84,11 @@ class SplitRule(NamedTuple):
         tokens = min(max(-(-length // self.target), self.min_tokens), self.max_tokens)
         return -(-tokens // self.step) * self.step
 
+    @property
+    def split_chunks(self) -> int:
+        """Chunks of a split, where its chunks may be work items; 1 otherwise."""
+        return self.min_tokens // self.step if self.most_chunks else 1
+
     def splits(self, length: int) -> int:
         """Pieces that a request of ``length`` tokens is cut into."""
         return -(-length // self.split_tokens(length))
@@ -101,10 +109,17 @@ def split_rule(
 
 
 def chunked_split_rule(
-    num_q_heads: int, layout: CacheLayout, max_batch: int, max_context: int, programs: int
+    num_q_heads: int,
+    layout: CacheLayout,
+    max_batch: int,
+    max_context: int,
+    config: KernelConfig,
+    programs: int,
 ) -> SplitRule:
     """The split rule of one runner for `decode_fast`, whose grid has ``programs`` programs."""
-    tokens, heads = CHUNKED_SPLIT_TOKENS, layout.num_kv_heads
+    heads = layout.num_kv_heads
+    tokens = min(LONGEST_SPLIT, SM_SPLIT_TOKENS // config.programs_per_sm)
+    tokens = -(-tokens // CHUNK_TOKENS) * CHUNK_TOKENS
     chunks = CHUNK_PROGRAMS // heads
     most = max(chunks, max_batch * -(-max_context // tokens))
     most = min(most, _affordable(num_q_heads, layout, max_batch))
@@ -235,8 +250,8 @@ def merge_tile(batch: int, q_heads: int, head_dim: int) -> tuple[int, int]:
 def extend_config(layout: CacheLayout) -> KernelConfig:
     """Extend: compute-bound; the largest tiles that spill no register on any architecture.
 
-    With wide heads that is 32 rows, and 32 tokens if both sides decode from 8-bit codes. Those leave
-    no registers on SM80 to load ahead beside the rows of sink tokens.
+    With wide heads that is 32 rows, and 32 tokens if both sides decode from 8-bit codes. Such codes
+    leave no registers on SM80 to load ahead beside the rows of sink tokens.
     """
     bytes_both = layout.k_format.element_bits == 8 and layout.v_format.element_bits == 8
     if not _is_wide(layout):

@@ -20,6 +20,8 @@ from inkling_backend.formats.layer_attention import LayerAttention
 from inkling_backend.formats.layout import LayerCache
 from inkling_backend.kernels.arguments import (
     Example,
+    bias_arguments,
+    biased_examples,
     cache_arguments,
     cache_constants,
     compile_case,
@@ -36,6 +38,8 @@ from inkling_backend.kernels.configs import (
 from inkling_backend.kernels.plan import WorkList, load_record
 from inkling_backend.kernels.query_rows import query_offset, query_rows, tree_words
 from inkling_backend.kernels.tile import (
+    add_bias,
+    bias_rows,
     finite,
     finite_or_nan,
     mark_seen,
@@ -89,6 +93,7 @@ class DecodeCall(NamedTuple):
     layer: what the layer asks for; several tokens are causal.
     q_len: query tokens of each request, the last ones of it.
     tree: ``[B, q_len]`` int64, as in `AttentionRunner.plan_decode`; None: tokens are causal.
+    split_chunks: chunks of a split, where its chunks may be work items.
     """
 
     query: Query
@@ -102,6 +107,7 @@ class DecodeCall(NamedTuple):
     layer: LayerAttention
     q_len: int = 1
     tree: torch.Tensor | None = None
+    split_chunks: int = 1
 
     @property
     def group(self) -> int:
@@ -190,6 +196,8 @@ def attend_split(
     BLOCK_N: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
+    biases=None,
+    bias_extent=None,
 ):
     """Attention of one group's rows over the tokens ``start`` to ``end`` of one request.
 
@@ -201,6 +209,7 @@ def attend_split(
         token: ``[M]``, query token of each row.
         tree: ``[M]``, of `query_rows.tree_words`; None where new tokens are causal.
         scale_log2, softcap_log2: as in `layer_arguments`, with the global scale of K.
+        biases: ``[M]``, of `tile.bias_rows`; None where logits have no bias.
 
     Returns:
         (acc ``[M, V.pad]``, top ``[M]``, total ``[M]``) as in `Partial`.
@@ -212,7 +221,7 @@ def attend_split(
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
     dirty = tl.zeros([BLOCK_N], dtype=tl.int32)
     step_log2 = scale_log2
-    if softcap_log2 is not None:
+    if softcap_log2 is not None or biases is not None:
         step_log2 = 1.0
     if oldest is not None:
         start = tl.maximum(start, oldest // BLOCK_N * BLOCK_N)
@@ -224,6 +233,10 @@ def attend_split(
         logits = raw_logits(q, k)
         if softcap_log2 is not None:
             logits = soft_cap(logits, scale_log2 / softcap_log2, softcap_log2)
+        if biases is not None:
+            factor = 1.0 if softcap_log2 is not None else scale_log2
+            distance = (newest + token)[:, None] - pos[None, :]
+            logits = add_bias(logits, factor, biases, distance, bias_extent)
         seen = _seen(pos, live, token, tree, newest, oldest, Q_LEN)
         logits = tl.where(seen, logits, float("-inf"))
         v = load_tokens(v_ptr, v_scale_ptr, v_first_ptr, tile, pos, slot, head, live, V)  # [N, DV]
@@ -310,6 +323,10 @@ def _decode_kernel(
     window,
     softcap_log2,
     sinks_ptr,
+    bias_ptr,
+    bias_row_stride,
+    bias_head_stride,
+    bias_extent,
     MAX_PAGES: tl.constexpr,
     GROUP: tl.constexpr,
     QUANTIZED: tl.constexpr,
@@ -345,6 +362,12 @@ def _decode_kernel(
         tree = None
         if tree_ptr is not None:
             tree = tree_words(tree_ptr, request, token, m_m, Q_LEN)
+        biases = None
+        if bias_ptr is not None:
+            biases = bias_rows(
+                *(bias_ptr, bias_row_stride, bias_head_stride),
+                *(request.to(tl.int64) * Q_LEN + token, head * GROUP + i_g, m_m),
+            )
         acc, top, total = attend_split(
             q,
             k_ptr,
@@ -367,6 +390,8 @@ def _decode_kernel(
             BLOCK_N=BLOCK_N,
             K=K,
             V=V,
+            biases=biases,
+            bias_extent=bias_extent,
         )
         part = work.to(tl.int64) * ROWS + head * GROUP + offset  # [M]
         store_split(
@@ -397,6 +422,7 @@ def decode(call: DecodeCall) -> None:
     config = decode_config(call.rows, call.cache.layout)
     _decode_kernel[(persistent_programs(config, call.out.device),)](
         *call.arguments(),
+        *bias_arguments(call.layer),
         **call.constants(),
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
@@ -406,7 +432,8 @@ def decode(call: DecodeCall) -> None:
 
 def compile_cases() -> Iterator[CompileCase]:
     """What launches of this module compile to, over `arguments.examples`."""
-    for example in examples():
+    for example in (*examples(), *biased_examples()):
         config = decode_config(example.rows, example.layout)
         constants = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
-        yield decode_case(_decode_kernel, example, config, constants)
+        bias = example.bias_signature()
+        yield decode_case(_decode_kernel, example, config, constants, **bias)

@@ -179,10 +179,10 @@ def _decode_fast_kernel(
     tl.static_assert(K.page % BLOCK_N == 0 and K.dim == K.pad and V.dim == V.pad)
     tl.static_assert(CHUNK % BLOCK_N == 0)
     # A field that is a string is a constant for a callee only under a name of its own.
-    K_FMT: tl.constexpr = K.fmt
-    V_FMT: tl.constexpr = V.fmt
-    CK: tl.constexpr = classes(K_FMT)
-    CV: tl.constexpr = classes(V_FMT)
+    K_CODES: tl.constexpr = K.codes
+    V_CODES: tl.constexpr = V.codes
+    CK: tl.constexpr = classes(K_CODES)
+    CV: tl.constexpr = classes(V_CODES)
     WK: tl.constexpr = K.dim // CK
     WV: tl.constexpr = V.dim // CV
     scale_log2 = sm_scale_log2
@@ -206,13 +206,13 @@ def _decode_fast_kernel(
         table_ptr = page_table_ptr + request.to(tl.int64) * MAX_PAGES
         row = request.to(tl.int64) * ROWS + head * GROUP + offset  # [M]
         q_at = query_offset(request, head, q_stride, token, i_g, offset, GROUP, Q_LEN, K.dim)
-        if K_FMT == "bf16":
+        if K_CODES == "bf16":
             p_q = q_ptr + q_at[None, :] + tl.arange(0, K.dim)[:, None]
             q = (tl.load(p_q, mask=m_m[None, :], other=0.0),)
             scale = tl.zeros([BLOCK_M], tl.float32) + scale_log2
         else:
             q, down = scaled_query(q_ptr, q_scale_ptr, q_at, m_m, QUANTIZED, K.dim, CK)
-            scale = down * (scale_log2 * unshift(K_FMT))
+            scale = down * (scale_log2 * unshift(K_CODES))
         step = scale
         if softcap_log2 is not None:
             step = tl.full([BLOCK_M], 1.0, tl.float32)
@@ -246,13 +246,13 @@ def _decode_fast_kernel(
             first = tl.multiple_of(tile % K.page, BLOCK_N)
             slot = page * K.page + first
             t = first + i_n
-            k = unpack(k_words.load([slot, head * WK]), K_FMT)
+            k = unpack(k_words.load([slot, head * WK]), K_CODES)
             if K.block > 0:
                 SK: tl.constexpr = K.dim // K.block
                 p_scale = k_scale_ptr + (page.to(tl.int64) * K.heads + head) * (K.page * SK)
                 p_scale += ((t % 32) * K.s_lo + (t // 32) * K.s_hi)[:, None]
                 factor = scale_factors(
-                    tl.load(p_scale + (tl.arange(0, SK) * K.s_blk)[None, :]), K_FMT
+                    tl.load(p_scale + (tl.arange(0, SK) * K.s_blk)[None, :]), K_CODES
                 )
                 factor = tl.broadcast_to(factor[:, :, None], (BLOCK_N, SK, WK // SK))
                 k = multiply(k, tl.reshape(factor, (BLOCK_N, WK)))
@@ -289,13 +289,13 @@ def _decode_fast_kernel(
             alpha = exp2(top - base)
             # Zero times a logit shows that it was out of range: -inf alone would go unnoticed.
             total = total * alpha + tl.sum(tl.fma(logits, 0.0, p), 0)
-            v = unpack(v_words.load([slot, head * WV]).T, V_FMT)
+            v = unpack(v_words.load([slot, head * WV]).T, V_CODES)
             if V.block > 0:
                 SV: tl.constexpr = V.dim // V.block
                 p_scale = v_scale_ptr + (page.to(tl.int64) * K.heads + head) * (K.page * SV)
                 p_scale += ((t % 32) * V.s_lo + (t // 32) * V.s_hi)[None, :]
                 factor = scale_factors(
-                    tl.load(p_scale + (tl.arange(0, SV) * V.s_blk)[:, None]), V_FMT
+                    tl.load(p_scale + (tl.arange(0, SV) * V.s_blk)[:, None]), V_CODES
                 )
                 factor = tl.broadcast_to(factor[:, None, :], (SV, WV // SV, BLOCK_N))
                 v = multiply(v, tl.reshape(factor, (WV, BLOCK_N)))
@@ -317,10 +317,10 @@ def _decode_fast_kernel(
         tl.store(total_ptr + part, tl.where(finite, total, float("nan")), mask=m_m)
         if whole:
             q_head = head * GROUP + i_g
-            factor = normalizer(v_global, top, total, sinks_ptr, q_head) * unshift(V_FMT)
+            factor = normalizer(v_global, top, total, sinks_ptr, q_head) * unshift(V_CODES)
             _store(out_ptr, row, acc, factor, m_m, V.dim)
         else:
-            factor = tl.full([BLOCK_M], unshift(V_FMT), tl.float32)
+            factor = tl.full([BLOCK_M], unshift(V_CODES), tl.float32)
             _store(partial_ptr, part, acc, factor, m_m, V.dim)
             tl.store(top_ptr + part, top, mask=m_m)
 
@@ -391,7 +391,7 @@ def compile_cases() -> Iterator[CompileCase]:
         sides = (("k_words", layout.k), ("v_words", layout.v))
         words = {
             name: f"tensordesc<{'i16' if side.format.block else 'bf16'}"
-            f"[{config.block_n}, {side.head_dim // classes(side.format.name)}]>"
+            f"[{config.block_n}, {side.head_dim // classes(side.format.codes)}]>"
             for name, side in sides
         }
         constants = _constants(config) | {"EARLY": True}

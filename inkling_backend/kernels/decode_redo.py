@@ -17,7 +17,7 @@ from inkling_backend.kernels.arguments import examples
 from inkling_backend.kernels.codec import load_query
 from inkling_backend.kernels.compile_case import CompileCase
 from inkling_backend.kernels.configs import (
-    CHUNKED_SPLIT_TOKENS,
+    CHUNK_TOKENS,
     KernelConfig,
     decode_config,
     persistent_programs,
@@ -66,7 +66,7 @@ def _decode_redo_kernel(
     Q_LEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SPLIT: tl.constexpr,
+    CHUNK: tl.constexpr,
     EARLY: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -84,21 +84,21 @@ def _decode_redo_kernel(
     m_m, token, i_g, offset = query_rows(0, BLOCK_M, GROUP, Q_LEN, K.heads)
     i_d = tl.arange(0, V.pad)
 
-    split_parts = tl.load(sizes_ptr + 1)
+    # Tokens of a split, if its chunks are work items.
+    split = tl.load(sizes_ptr + 1) * CHUNK
     items = tl.load(sizes_ptr) * K.heads
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         work = item // K.heads
         head = item % K.heads
         request, start, end, whole = load_record(work_ptr, work)
         length = tl.load(seq_lens_ptr + request)
-        # The first item of a split looks after all of them; a split whose items are chunks has
-        # SPLIT tokens.
+        # The first item of a split looks after all of them.
         parts = 1
         leads = True
-        if split_parts > 1:
-            leads = start % SPLIT == 0
-            parts = tl.cdiv(tl.minimum(length - start, SPLIT), SPLIT // split_parts)
-            end = tl.minimum(start + SPLIT, length)
+        if split > CHUNK:
+            leads = start % split == 0
+            parts = tl.cdiv(tl.minimum(length - start, split), CHUNK)
+            end = tl.minimum(start + split, length)
         if leads:
             row = request.to(tl.int64) * ROWS + head * GROUP + offset  # [M]
             part = work.to(tl.int64) * ROWS + head * GROUP + offset  # [M]
@@ -172,7 +172,7 @@ def _constants(config: KernelConfig) -> dict[str, int]:
     return {
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
-        "SPLIT": CHUNKED_SPLIT_TOKENS,
+        "CHUNK": CHUNK_TOKENS,
     }
 
 

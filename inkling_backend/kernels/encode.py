@@ -4,7 +4,7 @@ Compiled code takes what the interpreter lacks: fused multiply-add, directed rou
 moves of bytes. What is interpreted instead gives the same bits.
 
 Tiles are ``[U, R, C, 8]``: element ``8 * c + i`` of each unit of ``8 * C`` neighbours at
-``[:, :, c, i]``. A unit is a block, half a block (mxfp8) or anything (bf16), and lies in a thread.
+``[:, :, c, i]``. A unit is a block, half a block of 32, or anything (bf16), and lies in a thread.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from inkling_backend.kernels.codec import (
 )
 from inkling_backend.kernels.encode_e2m1 import (
     even_codes,
+    even_words,
     half_up_words,
     signed_words,
     squared_error,
@@ -114,27 +115,39 @@ def _power_of_two(exponent_field):
 
 
 @triton.jit
+def _larger_half(amax):
+    """Of blocks of two units ``[U, R]`` the larger number, ``[U / 2, R]``."""
+    return tl.max(tl.reshape(amax, (amax.shape[0] // 2, 2, amax.shape[1])), axis=1)
+
+
+@triton.jit
+def _for_both_halves(x):
+    """``[U / 2, R]`` of blocks to ``[U, R]`` of their two units."""
+    B: tl.constexpr = x.shape[0]
+    R: tl.constexpr = x.shape[1]
+    return tl.reshape(tl.broadcast_to(x[:, None, :], (B, 2, R)), (B * 2, R))
+
+
+@triton.jit
 def _mxfp8_codes(x, HARDWARE: tl.constexpr):
     """E4M3 codes uint8 ``[U, R, C, 8]`` and scale bytes int32 ``[U, R]``; x as in `encode`."""
-    U: tl.constexpr = x.shape[0]
-    R: tl.constexpr = x.shape[1]
     bits = x.to(tl.int32, bitcast=True)
     if HARDWARE:
         clean = tl.fma(x, 0.0, x)  # NaN for infinities too
         # Maxima pass over NaN.
         amax = tl.max(tl.max(tl.abs(clean), axis=3), axis=2)
-        amax = tl.max(tl.reshape(amax, (U // 2, 2, R)), axis=1)
+        amax = _larger_half(amax)
         amax = tl.maximum(amax, _MXFP8_FLOOR).to(tl.int32, bitcast=True)
     else:
         magnitude = bits & ABS_BITS
         finite = magnitude < INF_BITS
         # Positive floats order like their bits.
         amax = tl.max(tl.max(tl.where(finite, magnitude, 0), axis=3), axis=2)
-        amax = tl.max(tl.reshape(amax, (U // 2, 2, R)), axis=1)
+        amax = _larger_half(amax)
         amax = tl.maximum(amax, _MXFP8_FLOOR_BITS)
     # e + 127 with e the smallest integer such that amax <= 1.75 * 2**8 * 2**e.
     byte = ((amax + 0x1FFFFF) >> 23) - 8
-    byte = tl.reshape(tl.broadcast_to(byte[:, None, :], (U // 2, 2, R)), (U, R))
+    byte = _for_both_halves(byte)
     factor = _power_of_two(254 - byte)[:, :, None, None]
     if HARDWARE:
         return _hardware_e4m3(clean * factor, x), byte
@@ -217,9 +230,10 @@ def encode(x, global_scale, SIDE: tl.constexpr, HARDWARE: tl.constexpr):
         code, byte = _mxfp8_codes(x, HARDWARE)
         return tl.reshape(code, (U, R, C * 8)), byte.to(tl.uint8)
     else:
-        tl.static_assert(FMT == "nvfp4" or FMT == "kvfp4")
         # E2M1 has no NaN: one non-finite element makes its block's scale NaN.
         amax = _largest(x)  # [U, R]
+        if SIDE.block == 32:
+            amax = _for_both_halves(_larger_half(amax))
         whole = amax < INF_BITS
         if FMT == "kvfp4":
             # e + 127 with e the smallest integer such that amax <= 1.5 * 2**2 * 2**e.
@@ -228,7 +242,15 @@ def encode(x, global_scale, SIDE: tl.constexpr, HARDWARE: tl.constexpr):
             word = half_up_words(x, tl.broadcast_to(factor, x.shape))
             word = tl.where(whole[:, :, None], word, 0)
             byte = tl.where(whole, byte, E8M0_NAN)
+        elif FMT == "mxfp4":
+            # e + 127 with e the exponent of amax less 2; all of that of a subnormal is too small.
+            byte = tl.maximum((amax >> 23) - 2, 0)
+            factor = _power_of_two(254 - byte)[:, :, None, None]
+            word = even_words(x, tl.broadcast_to(factor, x.shape))
+            word = tl.where(whole[:, :, None], word, 0)
+            byte = tl.where(whole, byte, E8M0_NAN)
         else:
+            tl.static_assert(FMT == "nvfp4")
             FOUR: tl.constexpr = SIDE.four_over_six
             word, byte = _nvfp4_words(x, amax, whole, global_scale, FOUR, HARDWARE)
         return word, byte.to(tl.uint8)

@@ -126,10 +126,7 @@ def _inverse(x):
 
 @triton.jit
 def even_codes(x, step):
-    """E2M1 codes of ``x / step``, ties to even, saturating.
-
-    Codes rise by one per 0.5 up to 2, per 1 up to 4, per 2 up to 6: the least of three lines, each
-    rounded by the addition of a number whose last bit is worth 1. All products are exact.
+    """E2M1 codes of ``x / step``, ties to even, saturating. All products are exact.
 
     Args:
         x: float32 ``[U, R, C, 8]``.
@@ -150,12 +147,28 @@ def even_codes(x, step):
         signed = tl.fma(x, inverse, 0.0)
         value = tl.fma(tl.fma(signed, minus_step, x), inverse, signed)
     value = tl.abs(value)
+    return signed, value, _nearest(value)
+
+
+@triton.jit
+def _nearest(value):
+    """Codes 0..7 plus _MAGIC_BITS of ``value >= 0``, ties to even, saturating.
+
+    Codes rise by one per 0.5 up to 2, per 1 up to 4, per 2 up to 6: the least of three lines, each
+    rounded by the addition of a number whose last bit is worth 1.
+    """
     # As integers, which order alike; NaN, from infinite quotients, is the greatest.
     line0 = tl.fma(value, 2.0, _MAGIC).to(tl.int32, bitcast=True)
     line1 = (value + (_MAGIC + 2)).to(tl.int32, bitcast=True)
     line2 = tl.fma(value, 0.5, _MAGIC + 4).to(tl.int32, bitcast=True)
-    code = tl.minimum(tl.minimum(tl.minimum(line0, line1), line2), _MAGIC_BITS + 7)
-    return signed, value, code
+    return tl.minimum(tl.minimum(tl.minimum(line0, line1), line2), _MAGIC_BITS + 7)
+
+
+@triton.jit
+def even_words(x, factor):
+    """E2M1 codes of ``x * factor``, ties to even, saturating; arguments as in `half_up_words`."""
+    # The sign is that of x, as the product may underflow; adding zero leaves -0.0 without one.
+    return signed_words(x + 0.0, _nearest(tl.abs(x) * factor))
 
 
 @triton.jit

@@ -20,6 +20,8 @@ from inkling_backend.formats import Query
 from inkling_backend.formats.layer_attention import LayerAttention
 from inkling_backend.formats.layout import CacheLayout, LayerCache
 from inkling_backend.kernels.arguments import (
+    bias_arguments,
+    biased_examples,
     cache_arguments,
     cache_constants,
     compile_case,
@@ -30,6 +32,8 @@ from inkling_backend.kernels.codec import load_query, load_tokens, to_float32
 from inkling_backend.kernels.compile_case import CompileCase
 from inkling_backend.kernels.configs import KernelConfig, extend_config
 from inkling_backend.kernels.tile import (
+    add_bias,
+    bias_rows,
     finite,
     finite_or_nan,
     mark_seen,
@@ -75,6 +79,10 @@ def _extend_kernel(
     window,
     softcap_log2,
     sinks_ptr,
+    bias_ptr,
+    bias_row_stride,
+    bias_head_stride,
+    bias_extent,
     marks_ptr,
     MAX_PAGES: tl.constexpr,
     GROUP: tl.constexpr,
@@ -140,8 +148,13 @@ def _extend_kernel(
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
     dirty = tl.zeros([BLOCK_N], dtype=tl.int32)
     step_log2 = scale_log2
-    if softcap_log2 is not None:
+    if softcap_log2 is not None or bias_ptr is not None:
         step_log2 = 1.0
+    if bias_ptr is not None:
+        biases = bias_rows(
+            *(bias_ptr, bias_row_stride, bias_head_stride),
+            *(q_start + token, head * GROUP + i_row % GROUP, m_row),
+        )
     for stage in tl.static_range(0 if window is not None else 1, 3):
         if stage == 0:
             tiles_from, tiles_to = begin, tl.minimum(inner, end)
@@ -155,6 +168,10 @@ def _extend_kernel(
             logits = raw_logits(q, k)
             if softcap_log2 is not None:
                 logits = soft_cap(logits, scale_log2 / softcap_log2, softcap_log2)
+            if bias_ptr is not None:
+                factor = 1.0 if softcap_log2 is not None else scale_log2
+                distance = pos_q[:, None] - pos_k[None, :]
+                logits = add_bias(logits, factor, biases, distance, bias_extent)
             v = load_tokens(v_ptr, v_scale_ptr, v_first_ptr, tile, pos_k, slot, head, live, V)
             if stage != 1:
                 logits = tl.where(_sees(pos_k, first, last), logits, float("-inf"))
@@ -233,6 +250,7 @@ def extend(
         batch,
         tiles,
         *layer_arguments(layer),
+        *bias_arguments(layer),
         marks,
         QUANTIZED=query.scale is not None,
         **config.options,
@@ -242,12 +260,14 @@ def extend(
 
 def compile_cases() -> Iterator[CompileCase]:
     """What launches of this module compile to, over `arguments.examples`."""
-    for example in (each for each in examples() if each.q_len == 1):
+    every = (*examples(), *biased_examples())
+    for example in (each for each in every if each.q_len == 1):
         config = extend_config(example.layout)
         signature = {
             **dict.fromkeys(("page_table_ptr", "seq_lens_ptr", "qo_indptr_ptr"), "*i32"),
             "out_ptr": f"*{example.dtype}",
             **dict.fromkeys(("batch", "tiles"), "i32"),
+            **example.bias_signature(),
             "marks_ptr": "constexpr",
         }
         causal = example.name != "features-encoder"

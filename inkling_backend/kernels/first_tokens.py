@@ -95,13 +95,13 @@ def first_tokens(
     Returns:
         The new (top, total, acc).
     """
-    K_FMT: tl.constexpr = K.fmt
-    V_FMT: tl.constexpr = V.fmt
+    K_CODES: tl.constexpr = K.codes
+    V_CODES: tl.constexpr = V.codes
     FIRST: tl.constexpr = K.first
     for i in tl.static_range(FIRST):
         row = (page.to(tl.int64) * FIRST + i) * K.heads + head
         live = i < length
-        logits = _logits(q, k_first_ptr + row * K.dim, live, 1.0 / unshift(K_FMT))
+        logits = _logits(q, k_first_ptr + row * K.dim, live, 1.0 / unshift(K_CODES))
         s = logits
         if softcap_log2 is not None:
             s = soft_cap(s, scale / softcap_log2, softcap_log2)
@@ -120,6 +120,6 @@ def first_tokens(
         alpha = exp2(top - base)
         # As with tiles: an infinite logit must not go unnoticed.
         total = total * alpha + tl.fma(logits, 0.0, p)
-        acc = _add_row(acc, alpha, p, v_first_ptr + row * V.dim, live, 1.0 / unshift(V_FMT))
+        acc = _add_row(acc, alpha, p, v_first_ptr + row * V.dim, live, 1.0 / unshift(V_CODES))
         top = new_top
     return top, total, acc

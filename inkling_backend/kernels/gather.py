@@ -41,7 +41,7 @@ def gather_kernel(
     slot = tl.load(slots_ptr + i_t, mask=m_t, other=0).to(tl.int64)
     held = m_t & (slot > 0) & (slot < num_slots)
     x = load_rows(data_ptr, scale_ptr, slot, head, held, SIDE, WIDE=True)  # [BLOCK_T, pad]
-    if SIDE.fmt == "nvfp4":
+    if global_ptr is not None:
         # A row that is not held stays zero whatever the scale is.
         x = tl.where(held[:, None], x * tl.load(global_ptr), 0.0)
     o_d = tl.arange(0, SIDE.pad)

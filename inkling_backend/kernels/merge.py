@@ -16,14 +16,18 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from inkling_backend.kernels.codec import INTERPRETED
 from inkling_backend.kernels.compile_case import CompileCase
-from inkling_backend.kernels.configs import SPLIT_CHUNKS, merge_tile
+from inkling_backend.kernels.configs import merge_tile
 from inkling_backend.kernels.decode import DecodeCall
 from inkling_backend.kernels.launch import early, wait_for_previous
 from inkling_backend.kernels.tile import finite_or_nan, fold, normalizer, to_dtype
 
-# Parts whose loads are issued together, by columns: enough to hide their latency.
+# Parts whose loads are issued together, by columns: enough to hide their latency. The interpreter
+# hides none, and takes its time for parts that do not exist.
 _FEW_COLUMNS, _AT_ONCE, _AT_ONCE_WIDE = 32, 32, 16
+if INTERPRETED.value:
+    _AT_ONCE = _AT_ONCE_WIDE = 1
 
 
 @triton.jit
@@ -114,15 +118,18 @@ def _merge_kernel(
         tl.store(p_out, to_dtype(out, out_ptr.dtype.element_ty), mask=m_d)
 
 
-def _constants(q_heads: int, q_len: int, head_dim: int, heads: int, columns: int) -> dict[str, int]:
+def _constants(
+    q_heads: int, q_len: int, head_dim: int, heads: int, columns: int, split_chunks: int
+) -> dict[str, int]:
+    at_once = _AT_ONCE if columns <= _FEW_COLUMNS else _AT_ONCE_WIDE
     return {
         "Q_HEADS": q_heads * q_len,
         "Q_LEN": q_len,
         "HEADS": heads,
         "DV": head_dim,
         "COLUMNS": columns,
-        "SPLIT_CHUNKS": SPLIT_CHUNKS,
-        "AT_ONCE": _AT_ONCE if columns <= _FEW_COLUMNS else _AT_ONCE_WIDE,
+        "SPLIT_CHUNKS": split_chunks,
+        "AT_ONCE": max(1, at_once // split_chunks) * split_chunks,
     }
 
 
@@ -138,7 +145,7 @@ def merge(call: DecodeCall) -> None:
         call.cache.v_global,
         call.layer.sinks,
         call.out,
-        **_constants(q_heads, call.q_len, head_dim, heads, columns),
+        **_constants(q_heads, call.q_len, head_dim, heads, columns, call.split_chunks),
         **early(call.out.device, call.batch),
         num_warps=1,
     )
@@ -157,7 +164,8 @@ def compile_cases() -> Iterator[CompileCase]:
             "out_ptr": f"*{dtype}",
         }
         name = f"merge-{dtype}-d{head_dim}-b{batch}{'-sinks' if sinks else ''}"
-        constants: dict[str, Any] = _constants(32, 1, head_dim, *merge_tile(batch, 32, head_dim))
+        tile = merge_tile(batch, 32, head_dim)
+        constants: dict[str, Any] = _constants(32, 1, head_dim, *tile, 32 if sinks else 8)
         constants |= {"EARLY": False}
         if not sinks:
             constants |= {"sinks_ptr": None}

@@ -116,7 +116,7 @@ def _cost(items, tokens, RULE: tl.constexpr):
 @triton.jit
 def _chunks_are_quicker(splits, chunks, RULE: tl.constexpr):
     """Whether a batch takes less time, about, with chunks as work items. Changes no bit."""
-    coarse = _cost(splits, RULE.min_tokens, RULE)
+    coarse = _cost(splits, chunks * RULE.step // tl.maximum(splits, 1), RULE)
     # What chunks leave to the merge is a sixteenth more bytes.
     fine = _cost(chunks, RULE.step + RULE.step // 16, RULE)
     return (chunks <= RULE.most_chunks) & (fine < coarse)

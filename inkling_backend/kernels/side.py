@@ -15,7 +15,8 @@ class Side(NamedTuple):
     Its fields are numbers and strings for Triton; where it wants a constant (the shape of a tensor,
     a string for a callee) they need a ``tl.constexpr`` name.
 
-    fmt:      ``Format.name``.
+    fmt:      ``Format.name``; only the store cares.
+    codes:    ``Format.codes``.
     dim:      head_dim, elements of a row.
     pad:      the next power of two of dim, at least 16: the width of tiles.
     block:    elements that share one scale byte, 0 if there are no scales.
@@ -27,6 +28,7 @@ class Side(NamedTuple):
     """
 
     fmt: str
+    codes: str
     dim: int
     pad: int
     block: int
@@ -45,6 +47,7 @@ class Side(NamedTuple):
         number_format = side.format
         return cls(
             number_format.name,
+            number_format.codes,
             side.head_dim,
             pad,
             number_format.block,

@@ -93,7 +93,7 @@ def _store_side(
     x = _load_tile(x_ptr, first, head, stride_t, stride_h, m_t, SIDE)
     x = transform(x, center_ptr, head, SIDE, ROTATES)
     m_t = m_t & (slot > 0) & (slot < num_slots)
-    global_scale = tl.load(global_ptr) if SIDE.fmt == "nvfp4" else 1.0
+    global_scale = tl.load(global_ptr) if global_ptr is not None else 1.0
     data, scale = encode(x, global_scale, SIDE, HARDWARE)
     store_rows(data_ptr, scale_ptr, slot, head, m_t, data, scale, SIDE)
     if SIDE.first > 0:
@@ -204,6 +204,7 @@ def _constants(
     # Dense rows are pages of one token: the slot is the token.
     q = k._replace(
         fmt=QUERY_FORMAT.name if quantize_q else "",
+        codes=QUERY_FORMAT.codes if quantize_q else "",
         block=QUERY_FORMAT.block if quantize_q else 0,
         heads=num_q_heads,
         page=1,

@@ -114,6 +114,26 @@ def soft_cap(logits, factor, cap):
 
 
 @triton.jit
+def bias_rows(bias_ptr, row_stride, head_stride, row, q_head, m_row):
+    """Where the biases of rows begin, ``[M]``; the first row's where ``m_row`` is false."""
+    place = row.to(tl.int64) * row_stride + q_head * head_stride
+    return bias_ptr + tl.where(m_row, place, 0)
+
+
+@triton.jit
+def add_bias(logits, factor, rows, distance, extent):
+    """``logits * factor`` plus a relative bias, to base 2: ``[M, N]`` float32.
+
+    Args:
+        rows: `bias_rows`; distance: ``[M, N]``, tokens from each key to the row.
+        extent: distances that have a bias; others, and those below 0, have none.
+    """
+    inside = (distance >= 0) & (distance < extent)
+    bias = tl.load(rows[:, None] + distance, mask=inside, other=0.0)
+    return tl.fma(logits, factor, tl.fma(to_float32(bias), LOG2E, 0.0))
+
+
+@triton.jit
 def softmax_step(logits, v, acc, row_max, row_sum, scale_log2):
     """Adds one tile to the running sums.
 

@@ -39,16 +39,17 @@ def attend(
         page_table: ``[B, max_pages]`` integer page numbers in position order.
         seq_lens: ``[B]`` integer tokens per request, new ones included.
         qo_indptr: ``[B + 1]`` integer; request b has the query rows ``qo_indptr[b:b + 2]``.
-        layer: scale, window, soft-cap, causality and sinks.
+        layer: scale, window, soft-cap, causality, sinks and bias.
         out: ``[T, query heads, Dv]``, any float dtype; every row of a request is written.
         tree: ``[T]`` int64, which of its request's new tokens a row sees: bit j the j-th. Instead
-            of causality among them; at most 64.
+            of causality among them; at most 64. Not with a bias, whose distances are positions'.
 
     Returns:
         ``out``.
     """
     _check_shapes(query, cache, page_table, seq_lens, qo_indptr, out)
     layer.check_sinks(query.data.shape[1])
+    layer.check_bias(*query.data.shape[:2])
     q = query.dequantize() * layer.sm_scale
     page = cache.layout.page_size
     bounds = qo_indptr.tolist()
@@ -64,7 +65,8 @@ def attend(
         index = scale_index(cache.layout, slots)
         k, v = (read_request(slots, cache, side, index) for side in ("k", "v"))
         words = None if tree is None else tree[first:last]
-        out[first:last] = _attend_one(q[first:last], k, v, layer, words)
+        bias = None if layer.bias is None else layer.bias[first:last].float()
+        out[first:last] = _attend_one(q[first:last], k, v, layer, words, bias)
     return out
 
 
@@ -74,6 +76,7 @@ def _attend_one(
     v: torch.Tensor,
     layer: LayerAttention,
     tree: torch.Tensor | None,
+    bias: torch.Tensor | None,
 ) -> torch.Tensor:
     """``[n, Hq, Dk]`` scaled, ``[L, Hkv, Dk]``, ``[L, Hkv, Dv]`` -> ``[n, Hq, Dv]``, float32."""
     n, num_q_heads, dk = q.shape
@@ -82,10 +85,13 @@ def _attend_one(
     q = q.view(n, num_kv_heads, group, dk).transpose(0, 1)  # [Hkv, n, group, Dk]
     k, v = k.permute(1, 2, 0), v.transpose(0, 1)  # [Hkv, Dk, L], [Hkv, L, Dv]
     window = length if layer.window is None else layer.window
+    if bias is not None:
+        bias = bias.unflatten(1, (num_kv_heads, group)).transpose(0, 1)  # [Hkv, n, group, extent]
     if n == 1:
         oldest = max(0, length - 1 - window)
         logits = (q.flatten(1, 2) @ k[..., oldest:]).unflatten(1, (1, group))
-        out = _probabilities(logits, None, layer).flatten(1, 2) @ v[:, oldest:]
+        added = _bias(bias, torch.arange(length - 1 - oldest, -1, -1, device=q.device)[None])
+        out = _probabilities(logits, None, layer, added).flatten(1, 2) @ v[:, oldest:]
         return _finite_or_nan(out).reshape(1, num_q_heads, dv)
     bad = ~torch.isfinite(v)
     finite = not bool(bad.any())
@@ -109,7 +115,8 @@ def _attend_one(
             shown = tree[start:stop, None] >> new.clamp(0, 63) & 1
             hidden |= (new >= 0) & (shown == 0)
         scores = (q[:, start:stop].flatten(1, 2) @ k[..., seen]).unflatten(1, (-1, group))
-        p = _probabilities(scores, hidden, layer)
+        added = None if bias is None else _bias(bias[:, start:stop], rows[:, None] - columns)
+        p = _probabilities(scores, hidden, layer, added)
         part = (p.flatten(1, 2) @ clean[:, seen]).unflatten(1, (-1, group))
         if not finite:
             reached = (~hidden).float() @ bad[:, seen].float() > 0  # [Hkv, rows, Dv]
@@ -124,12 +131,27 @@ def _finite_or_nan(x: torch.Tensor) -> torch.Tensor:
     return x.masked_fill(~torch.isfinite(x), torch.nan)
 
 
+def _bias(bias: torch.Tensor | None, distance: torch.Tensor) -> torch.Tensor | None:
+    """``[Hkv, rows, group, extent]`` at distances ``[rows, seen]``, 0 beyond the extent."""
+    if bias is None:
+        return None
+    extent = bias.shape[-1]
+    index = distance.clamp(0, extent - 1)[:, None].expand(*bias.shape[:-1], -1)
+    outside = (distance < 0) | (distance >= extent)
+    return bias.gather(-1, index).masked_fill(outside[:, None], 0.0)
+
+
 def _probabilities(
-    scores: torch.Tensor, hidden: torch.Tensor | None, layer: LayerAttention
+    scores: torch.Tensor,
+    hidden: torch.Tensor | None,
+    layer: LayerAttention,
+    added: torch.Tensor | None,
 ) -> torch.Tensor:
     """Softmax of scaled scores ``[Hkv, rows, group, seen]``, 0 where ``hidden [rows, seen]``."""
     if layer.softcap is not None:
         scores = layer.softcap * torch.tanh(scores / layer.softcap)
+    if added is not None:
+        scores = scores + added
     if hidden is not None:
         scores = scores.masked_fill(hidden[:, None], -torch.inf)
     if layer.sinks is None:

@@ -15,6 +15,7 @@ from integration.gpu import report
 from integration.gpu.drafts import run_drafts
 from integration.gpu.engines import run_engines
 from integration.gpu.fuzz import run_fuzz
+from integration.gpu.inkling import run_inkling
 from integration.gpu.parallel import run_parallel
 from integration.gpu.report import Case
 from integration.gpu.sanitizer import run_sanitizer
@@ -25,7 +26,9 @@ from integration.model import DEFAULT_OUT, prepare
 
 REPORTS = ROOT / "integration" / "reports"
 FAULTS = {"fuzz", "soak", "sanitizer"}
-PARTS = ("suite", "engine", "drafts", *sorted(FAULTS))
+# Parts with a report of their own, run when they are asked for.
+APART = FAULTS | {"inkling"}
+PARTS = ("suite", "engine", "drafts", *sorted(APART))
 SECONDS = 60.0
 
 
@@ -76,7 +79,7 @@ def main() -> int:
         "--only",
         type=_some_parts,
         metavar=",".join(PARTS),
-        help=f"run nothing else; fuzz and soak take {SECONDS:.0f} s unless told otherwise",
+        help=f"run these alone; fuzz and soak take {SECONDS:.0f} s unless told otherwise",
     )
     args = parser.parse_args()
     chosen = args.only or _chosen(args)
@@ -97,6 +100,8 @@ def main() -> int:
     parts.append(engines)
     if "drafts" in chosen:
         parts.append(run_drafts(model, logs))
+    if "inkling" in chosen:
+        parts.append(run_inkling(logs))
     if "parallel" in chosen:
         parts.append(run_parallel(logs))
     if "fuzz" in chosen:
@@ -106,7 +111,7 @@ def main() -> int:
     if "sanitizer" in chosen:
         parts.append(run_sanitizer(logs))
 
-    kind = "two-gpus" if args.parallel else "-".join(sorted(chosen)) if chosen <= FAULTS else ""
+    kind = "two-gpus" if args.parallel else "-".join(sorted(chosen)) if chosen <= APART else ""
     cases: list[Case] = []
     for each in chain(*parts):
         cases.append(each)

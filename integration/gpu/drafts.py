@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
-import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from integration.drafting import gaps, speculate
-from integration.engine import EngineFailed, RealEngine
+from integration.engine import RealEngine
 from integration.gpu.engines import BATCH, EAGER, NEW_TOKENS, SETUPS, SHARED, STORY
 from integration.gpu.report import Case, case
+from integration.gpu.watch import Watched, watch
 from integration.launch import RECIPES, options
 
 STEPS = 4
@@ -26,20 +25,14 @@ GRAPHS = SETUPS["graphs"]
 
 
 @dataclass
-class Observed:
-    """What one engine did; ``error`` is set if it did not get to the end."""
+class Observed(Watched):
+    """What one engine said."""
 
     alone: list[list[int]] = field(default_factory=list)
     accepted: float = 0.0
     behind: float = float("inf")
-    lines: list[str] = field(default_factory=list)
-    verify_steps: int = 0
-    graph_steps: int = 0
     draft_graphs: bool = False
     hit_equals_miss: bool = False
-    log: str = ""
-    error: str = ""
-    seconds: float = 0.0
 
 
 def run_drafts(model: Path, logs: Path) -> Iterator[Case]:
@@ -64,9 +57,6 @@ def _observe(
     model: Path, recipe: str, setup: str, extra: Mapping[str, object], index: int
 ) -> Observed:
     seen = Observed()
-    start = time.monotonic()
-    # Engines that start together must not look for free ports in the same range.
-    ports = {"port": 36000 + 200 * index, "nccl_port": 36100 + 200 * index}
     drafts: dict[str, object] = {
         "speculative_algorithm": "STANDALONE",
         "speculative_draft_model_path": str(model),
@@ -75,22 +65,9 @@ def _observe(
     if setup == "ngram":
         drafts = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 8}
         drafts["speculative_ngram_max_bfs_breadth"] = 1
-    try:
-        with RealEngine(options(model, recipe, **{**SHARED, **drafts, **ports, **extra})) as engine:
-            try:
-                _ask(engine, seen)
-            finally:
-                seen.log = engine.log
-    except EngineFailed as error:
-        seen.error = str(error)
-        seen.log = seen.log or str(error)
-    except Exception as error:
-        seen.error = f"{type(error).__name__}: {error}"
-    seen.seconds = time.monotonic() - start
-    steps = re.findall(r"Decode batch.*cuda graph: (True|False)", seen.log)
-    seen.verify_steps, seen.graph_steps = len(steps), steps.count("True")
+    keywords = options(model, recipe, **{**SHARED, **drafts, **extra})
+    watch(seen, keywords, lambda engine: _ask(engine, seen), 36000 + 200 * index)
     seen.draft_graphs = "Capture draft decode CUDA graph end" in seen.log
-    seen.lines = [line.strip() for line in seen.log.splitlines() if "bytes per token" in line]
     return seen
 
 
@@ -116,17 +93,19 @@ def _cases_of(recipe: str, setup: str, seen: Observed) -> Iterator[Case]:
         return
     own, draft = "KV cache recipe", "draft model, KV cache recipe"
     wanted = [own] if setup == "ngram" else [own, draft]
-    caches = len(seen.lines) == len(wanted) and all(map(str.__contains__, seen.lines, wanted))
-    yield case(f"{name}: caches", recipe, caches, f"{seen.seconds:.0f} s; {seen.lines}")
+    caches = len(seen.cache_lines) == len(wanted) and all(
+        map(str.__contains__, seen.cache_lines, wanted)
+    )
+    yield case(f"{name}: caches", recipe, caches, f"{seen.seconds:.0f} s; {seen.cache_lines}")
     detail = f"at most {seen.behind:.3f} nats behind the likeliest token, {NEAR} allowed"
     yield case(f"{name}: no token changed", recipe, seen.behind <= NEAR, detail)
     detail = f"{seen.accepted:.0%} of the drafted tokens"
     yield case(f"{name}: accepted", recipe, seen.accepted > ACCEPTED, detail)
     detail = f"equal tokens: {seen.hit_equals_miss}"
     yield case(f"{name}: prefix hit equals miss", recipe, seen.hit_equals_miss, detail)
-    steps = 0 if setup == "eager" else seen.verify_steps
-    passed = seen.verify_steps > 0 and seen.graph_steps == steps
-    detail = f"{seen.graph_steps} of {seen.verify_steps} verifications in captured graphs"
+    steps = 0 if setup == "eager" else seen.decode_steps
+    passed = seen.decode_steps > 0 and seen.graph_steps == steps
+    detail = f"{seen.graph_steps} of {seen.decode_steps} verifications in captured graphs"
     passed = passed and seen.draft_graphs == (setup == "graphs")
     detail += f", drafting captured: {seen.draft_graphs}"
     yield case(f"{name}: graphs as configured", recipe, passed, detail)

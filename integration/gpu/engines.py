@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
-import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from integration.engine import EngineFailed, RealEngine
+from integration.engine import RealEngine
 from integration.gpu.report import Case, case
+from integration.gpu.watch import Watched, watch
 from integration.launch import RECIPES, options
 
 # Engines side by side on one GPU: most of a start is imports and compilation on the CPU.
@@ -43,8 +42,8 @@ DEFAULT = GRAPHS | {"cuda_graph_max_bs_prefill": 512}
 
 
 @dataclass
-class Observed:
-    """What one engine did; ``error`` is set if it did not get to the end."""
+class Observed(Watched):
+    """What one engine said."""
 
     answer: str = ""
     padded: list[str] = field(default_factory=list)
@@ -52,12 +51,6 @@ class Observed:
     batch: list[list[int]] = field(default_factory=list)
     cached_tokens: int = 0
     hit_equals_miss: bool = False
-    decode_steps: int = 0
-    graph_steps: int = 0
-    cache_line: str = ""
-    log: str = ""
-    error: str = ""
-    seconds: float = 0.0
 
 
 def run_engines(model: Path, logs: Path) -> Iterator[Case]:
@@ -86,27 +79,10 @@ def _cases(running: dict[tuple[str, str], Future[Observed]], logs: Path) -> Iter
 
 
 def _observe(model: Path, recipe: str, extra: Mapping[str, object], index: int) -> Observed:
-    observed = Observed()
-    start = time.monotonic()
-    # Engines that start together must not look for free ports in the same range.
-    ports = {"port": 31000 + 200 * index, "nccl_port": 31100 + 200 * index}
-    try:
-        with RealEngine(options(model, recipe, **{**SHARED, **ports, **extra})) as engine:
-            try:
-                _question(engine, observed)
-            finally:
-                observed.log = engine.log
-    except EngineFailed as error:
-        observed.error = str(error)
-        observed.log = observed.log or str(error)
-    except Exception as error:
-        observed.error = f"{type(error).__name__}: {error}"
-    observed.seconds = time.monotonic() - start
-    steps = re.findall(r"Decode batch.*cuda graph: (True|False)", observed.log)
-    observed.decode_steps, observed.graph_steps = len(steps), steps.count("True")
-    lines = [line for line in observed.log.splitlines() if "bytes per token" in line]
-    observed.cache_line = lines[0].strip() if lines else ""
-    return observed
+    seen = Observed()
+    keywords = options(model, recipe, **{**SHARED, **extra})
+    watch(seen, keywords, lambda engine: _question(engine, seen), 31000 + 200 * index)
+    return seen
 
 
 def _question(engine: RealEngine, observed: Observed) -> None:
@@ -137,8 +113,8 @@ def _cases_of(recipe: str, setup: str, seen: Observed) -> Iterator[Case]:
     if seen.error:
         yield case(f"{setup}: engine runs", recipe, False, seen.error[-1500:])
         return
-    facts = f"{seen.seconds:.0f} s; {seen.cache_line}"
-    yield case(f"{setup}: engine runs", recipe, bool(seen.cache_line), facts)
+    facts = f"{seen.seconds:.0f} s; {' '.join(seen.cache_lines[:1])}"
+    yield case(f"{setup}: engine runs", recipe, bool(seen.cache_lines), facts)
     yield case(f"{setup}: answer", recipe, "Paris" in seen.answer, seen.answer)
     paris = [text for text in seen.padded if "Paris" in text]
     yield case(f"{setup}: batch of 3", recipe, len(paris) == 3, " | ".join(seen.padded))

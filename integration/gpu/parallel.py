@@ -13,6 +13,7 @@ from integration.compare import Step, disagreements, generate
 from integration.engine import RealEngine
 from integration.gpu.engines import GRAPHS, NO_PREFILL_GRAPHS
 from integration.gpu.report import Case, case
+from integration.gpu.watch import Watched, watch
 from integration.launch import RECIPES, has_gpu, options
 from integration.tiny_models import LLAMA, VOCAB, write_model
 
@@ -39,15 +40,12 @@ CPU_ENV = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_NCCL_SO_PATH": "/nonexi
 
 
 @dataclass
-class Seen:
-    """What one engine said; ``error`` is set if it did not get to the end."""
+class Seen(Watched):
+    """What one engine said."""
 
     steps: list[list[Step]] = field(default_factory=list)
     alone: list[list[Step]] = field(default_factory=list)
     bytes_per_token: int = 0
-    graph_steps: int = 0
-    decode_steps: int = 0
-    error: str = ""
 
 
 def run_parallel(folder: Path, recipes: tuple[str, ...] = RECIPES) -> Iterator[Case]:
@@ -75,27 +73,19 @@ def _observe(model: Path, recipe: str, extra: Mapping[str, object], index: int) 
         "max_running_requests": 8,
         "decode_log_interval": 1,
         "mem_fraction_static": 0.5,
-        "port": 32000 + 200 * index,
-        "nccl_port": 32100 + 200 * index,
         **(GRAPHS | NO_PREFILL_GRAPHS if has_gpu() else {}),
         **extra,
     }
     env = {"NCCL_NVLS_ENABLE": "0"} if has_gpu() else CPU_ENV if extra else None
-    try:
-        with RealEngine(options(model, recipe, **keywords), env=env) as engine:
-            try:
-                seen.steps = generate(engine, PROMPTS, NEW_TOKENS)
-                # One request: the other data-parallel rank has none.
-                seen.alone = generate(engine, PROMPTS[:1], NEW_TOKENS)
-            finally:
-                log = engine.log
-    except Exception as error:
-        seen.error = f"{type(error).__name__}: {error}"[-1500:]
-        return seen
-    found = re.search(r"(\d+) bytes per token", log)
+
+    def ask(engine: RealEngine) -> None:
+        seen.steps = generate(engine, PROMPTS, NEW_TOKENS)
+        # One request: the other data-parallel rank has none.
+        seen.alone = generate(engine, PROMPTS[:1], NEW_TOKENS)
+
+    watch(seen, options(model, recipe, **keywords), ask, 32000 + 200 * index, env)
+    found = re.search(r"(\d+) bytes per token", seen.log)
     seen.bytes_per_token = int(found[1]) if found else 0
-    graphs = re.findall(r"Decode batch.*cuda graph: (True|False)", log)
-    seen.decode_steps, seen.graph_steps = len(graphs), graphs.count("True")
     return seen
 
 
@@ -103,7 +93,7 @@ def _cases(recipe: str, seen: Mapping[str, Seen]) -> Iterator[Case]:
     single = seen["one rank"]
     for name, one in seen.items():
         if one.error:
-            yield case(f"{name}: engine runs", recipe, False, one.error)
+            yield case(f"{name}: engine runs", recipe, False, one.error[-1500:])
     if single.error:
         return
     for name, one in seen.items():

@@ -29,6 +29,7 @@ _NAME = re.compile(
 # ``mxfp8_q_mxfp8`` is the recipe with queries in MXFP8.
 _SETTINGS = {
     "mxfp8-nvfp4": "k_mxfp8_v_nvfp4",
+    "mxfp4": "mxfp4_block32",
     "mxfp8": "mxfp8_q_bf16",
     "mxfp8_q_mxfp8": "mxfp8",
 }

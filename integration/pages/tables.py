@@ -20,6 +20,7 @@ CHOICE = {
     "mxfp8-nvfp4": "for more context at about the same cost",
     "nvfp4": "where memory decides, after measuring your model",
     "kvfp4": "where E8M0 scales are wanted",
+    "mxfp4": "where it must be OCP's MXFP4, with `--inkling-key-transform rotate`",
 }
 assert CHOICE.keys() == RECIPES.keys()
 _NOTES = {"mxfp8": " (default)", "mxfp8-nvfp4": " (K, V)"}
@@ -74,6 +75,8 @@ def recipes() -> str:
         "tensor; [SmolLM2-135M](integration/accuracy/README.md), a small model that "
         "notices every bit."
     )
+    if any("-" in line for line in lines):
+        notes += " -: not measured yet."
     return f"{table(head, lines)}\n\n{_fill(notes)}"
 
 

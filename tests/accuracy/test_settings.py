@@ -10,7 +10,6 @@ from inkling_backend.accuracy.settings import (
     BASES,
     DEFAULT_SETTINGS,
     FP8_PER_TENSOR,
-    MXFP4_BLOCK32,
     QUICK_SETTINGS,
     parse,
 )
@@ -103,15 +102,6 @@ def test_fp8_rounds_and_saturates() -> None:
     assert seen.tolist() == [[1.0, -448.0, 0.3125, 448.0]]
 
 
-def test_mxfp4_takes_the_maximums_own_exponent() -> None:
-    x = torch.zeros(2, 32)
-    x[0, :5] = torch.tensor([7.9, 5.1, 2.5, -0.25, 0.26])  # 2**(2 - 2): saturates at 6
-    x[1, :2] = torch.tensor([16.0, 3.0])  # 2**(4 - 2)
-    data, scale = MXFP4_BLOCK32.quantize(x, None)
-    assert scale is not None
-    assert scale.tolist() == [[127], [129]]
-    seen = MXFP4_BLOCK32.dequantize(MXFP4_BLOCK32.quantize(x, None), None)
-    assert seen[0, :5].tolist() == [6.0, 6.0, 2.0, 0.0, 0.5]
-    assert seen[1, :2].tolist() == [16.0, 4.0]
-    assert not seen[:, 5:].any()
-    assert data.shape == (2, 16)
+def test_mxfp4_is_the_recipe() -> None:
+    assert parse("mxfp4_block32").recipe is RECIPES["mxfp4"]
+    assert parse("mxfp4").name == "mxfp4_block32"

@@ -38,7 +38,13 @@ def _absent() -> str:
 
 
 pytestmark = pytest.mark.skipif(bool(_absent()), reason=f"FlashInfer's FA3: {_absent()}")
-RECIPES = [("mxfp8", "mxfp8"), ("mxfp8", "nvfp4"), ("nvfp4", "nvfp4"), ("kvfp4", "kvfp4")]
+RECIPES = [
+    ("mxfp8", "mxfp8"),
+    ("mxfp8", "nvfp4"),
+    ("nvfp4", "nvfp4"),
+    ("kvfp4", "kvfp4"),
+    ("mxfp4", "mxfp4"),
+]
 RECIPES += [("bf16", "bf16")]
 DIMS = [(64, 64), (256, 256), (192, 128)]
 # Several tiles of 128 tokens and some borders of theirs.

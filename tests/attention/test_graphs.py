@@ -19,7 +19,13 @@ BATCH = 8
 # The interpreter is slow, and knows no graphs.
 PAIRS = [("mxfp8", "nvfp4")]
 if torch.cuda.is_available():
-    PAIRS += [("mxfp8", "mxfp8"), ("nvfp4", "nvfp4"), ("kvfp4", "kvfp4"), ("bf16", "bf16")]
+    PAIRS += [
+        ("mxfp8", "mxfp8"),
+        ("nvfp4", "nvfp4"),
+        ("kvfp4", "kvfp4"),
+        ("mxfp4", "mxfp4"),
+        ("bf16", "bf16"),
+    ]
 LENS = [70, 129, 1, 150, 64]
 
 

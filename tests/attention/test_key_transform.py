@@ -89,7 +89,7 @@ def error(recipe: str, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, **how:
     return float((served(recipe, k, v, q, **how) - want).norm() / want.norm())
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8-nvfp4", "nvfp4", "kvfp4"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8-nvfp4", "nvfp4", "kvfp4", "mxfp4"])
 @pytest.mark.parametrize("rotates", [False, True], ids=["center", "center+rotate"])
 def test_an_offset_of_the_keys_costs_little(
     recipe: str, rotates: bool, implementation: str, device: torch.device

@@ -93,7 +93,7 @@ def test_prefill_then_decode(
     assert (flat[1] == 0).all()
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "nvfp4", "kvfp4"])
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "nvfp4", "kvfp4", "mxfp4"])
 def test_a_model_with_odd_head_counts(
     recipe: str, implementation: str, device: torch.device
 ) -> None:

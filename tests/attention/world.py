@@ -66,9 +66,15 @@ class World:
         return torch.full(shape, torch.nan, dtype=self.dtype, device=self.device)
 
     def runner(
-        self, *, max_batch: int = 16, quantize_query: bool = False, max_q_len: int = 1
+        self,
+        *,
+        max_batch: int = 16,
+        quantize_query: bool = False,
+        max_q_len: int = 1,
+        relative_bias: bool = False,
     ) -> AttentionRunner:
-        spec = AttentionSpec(self.num_q_heads, self.layout, self.dtype, quantize_query)
+        model = (self.num_q_heads, self.layout, self.dtype, quantize_query)
+        spec = AttentionSpec(*model, relative_bias=relative_bias)
         return AttentionRunner(
             spec,
             max_batch=max_batch,
@@ -154,6 +160,7 @@ def attend_exactly(
 
     Args:
         q: ``[n, Hq, Dk]``, dequantized.
+        layer: a bias of it is that of these rows.
         tree: ``[n]``, as in `AttentionRunner.plan_decode`.
         like_kernel: not exactly, but with the roundings that a kernel may make: float32 logits
             and sums, probabilities and the result in 16 bits.
@@ -172,6 +179,11 @@ def attend_exactly(
     if layer.softcap is not None:
         logits = layer.softcap * torch.tanh(logits / layer.softcap)
     distance = (torch.arange(n) + length - n)[:, None] - torch.arange(length)
+    if layer.bias is not None:
+        table = torch.zeros(world.num_q_heads, n, length, dtype=real)
+        row, key = ((distance >= 0) & (distance < layer.bias.shape[2])).nonzero(as_tuple=True)
+        table[:, row, key] = layer.bias.cpu().to(real)[row, :, distance[row, key]].T
+        logits = logits + table
     hidden = distance < 0 if layer.causal else distance < -length
     if tree is not None:
         new = torch.arange(length) - (length - n)

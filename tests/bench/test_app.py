@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,14 @@ def test_a_failed_row_ends_with_status_one(fake_gpu: None, tmp_path: Path) -> No
     rows = json.loads(path.read_text())["rows"]
     assert [row["gate"] for row in rows] == ["fail", "pass"]
     assert "48" in output
+    assert "Traceback" not in output
+
+
+def test_an_engine_needs_the_plugin(monkeypatch: pytest.MonkeyPatch, fake_gpu: None) -> None:
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [])
+    status, output = run("engine", "--format", "nvfp4")
+    assert status == 1
+    assert "does not find the plugin" in output
     assert "Traceback" not in output
 
 

@@ -45,7 +45,7 @@ def test_rows_of_several_gpus_say_so(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_recipes_that_the_engine_has() -> None:
-    assert engine.engine_recipes([]) == ["mxfp8", "nvfp4", "kvfp4", "bf16", "mxfp8-nvfp4"]
+    assert engine.engine_recipes([]) == ["mxfp8", "nvfp4", "kvfp4", "bf16", "mxfp4", "mxfp8-nvfp4"]
     assert engine.engine_recipes(["nvfp4"]) == ["nvfp4"]
     with pytest.raises(UnknownNameError, match="nvfp4-mxfp8"):
         engine.engine_recipes(["nvfp4-mxfp8"])

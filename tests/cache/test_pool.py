@@ -133,7 +133,7 @@ def test_global_scales_are_one_and_seen_in_place() -> None:
     assert pool.layer(1).v_global is None
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "kvfp4", "nvfp4"])
+@pytest.mark.parametrize("name", ["mxfp8", "kvfp4", "nvfp4", "mxfp4"])
 def test_an_empty_pool_holds_zeros_with_a_scale_of_one(name: str) -> None:
     pool = make_pool(name, name)
     cache = pool.layer(0)

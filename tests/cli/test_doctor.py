@@ -16,10 +16,11 @@ from typer.testing import CliRunner
 from inkling_backend.attention import flashinfer_extend
 from inkling_backend.cli import doctor
 from inkling_backend.cli.app import app
+from inkling_backend.engines.sglang.visible import PLUGIN
 
 
 class Point:
-    name = doctor.PLUGIN
+    name = PLUGIN
 
 
 @pytest.fixture

@@ -153,7 +153,9 @@ def test_two_pools_fill_the_memory(tmp_path: Path) -> None:
         two, one = (plan(each, context=context, **sizes) for each in (shape, whole))  # type: ignore[arg-type]
         for name in ORDER:
             row, layer = two.row(name), two.row(name).layer_bytes
-            assert 12 * layer * 128 * 2 > 2**30 - 12 * layer * (row.tokens + row.window_tokens) >= 0
+            rest = 2**30 - 12 * layer * (row.tokens + row.window_tokens)
+            # Tokens and 0.8 times as many are rounded down to pages, the latter once more.
+            assert 12 * layer * 128 * 2.8 > rest >= 0
             assert row.window_tokens == int(row.tokens * 0.8) // 128 * 128
             assert row.tokens > one.row(name).tokens * 1.1
             # Short requests are all window.

@@ -30,6 +30,8 @@ def test_every_name_means_a_recipe() -> None:
         assert module.KV_CACHE_DTYPES[dtype] == flag
     for member in FP4KVCacheRecipe:
         assert member.recipe.name in module.FP4_RECIPES
+    assert set(module.FP4_RECIPES) == {name for name in RECIPES if "fp4" in name}
+    assert module.OWN_KV_CACHE_DTYPES == ("mxfp4", "mxfp8-nvfp4")
 
 
 @pytest.mark.parametrize(
@@ -40,6 +42,7 @@ def test_every_name_means_a_recipe() -> None:
         ({"kv_cache_dtype": "auto"}, "auto"),
         ({"fp4_kv_cache_recipe": "nvfp4"}, "nvfp4"),
         ({"fp4_kv_cache_recipe": "mxfp8-nvfp4"}, "mxfp8-nvfp4"),
+        ({"fp4_kv_cache_recipe": "mxfp4"}, "mxfp4"),
         ({"fp4_kv_cache_recipe": "kvfp4", "kv_cache_dtype": "auto"}, "fp4_mx_block16"),
         ({"fp4_kv_cache_recipe": "kvfp4", "kv_cache_dtype": "mxfp8"}, "mxfp8"),
     ],
@@ -55,7 +58,7 @@ def test_recipe_becomes_the_engines_dtype(given: dict[str, Any], dtype: str | No
 @pytest.mark.parametrize(
     ("field", "names"),
     [
-        ("fp4_kv_cache_recipe", ("nvfp4", "kvfp4", "mxfp8-nvfp4")),
+        ("fp4_kv_cache_recipe", ("nvfp4", "kvfp4", "mxfp4", "mxfp8-nvfp4")),
         ("inkling_query_dtype", ("auto", "mxfp8", "bf16")),
         ("inkling_key_transform", ("none", "rotate", "center", "center+rotate")),
         ("inkling_nvfp4_scale", ("max", "fouroversix")),

@@ -99,6 +99,10 @@ USED = (
     ("sglang.srt.layers.attention.attention_registry", "ATTENTION_BACKENDS"),
     ("sglang.srt.plugins.hook_registry", "HookRegistry._hooks"),
     ("sglang.srt.plugins.hook_registry", "HookType.REPLACE"),
+    ("sglang.kernels.ops.attention.score_mod", "relative_bias_score_mod"),
+    ("sglang.srt.environ", "Envs.SGLANG_OPT_INKLING_MXFP8_FUSED_QUANT_STORE"),
+    ("sglang.srt.runtime_context", "get_server_args"),
+    ("sglang.srt.runtime_context", "get_model"),
 )
 
 
@@ -209,7 +213,7 @@ def test_parameters_of_hooked_functions(tree: Path) -> None:
     }
     checked = set()
     for patch in wanted(_is_new(tree)):
-        if patch.how == "step":
+        if patch.how in ("step", "model"):
             continue
         node = _engine_function(tree, patch)
         assert isinstance(node, ast.FunctionDef)
@@ -218,6 +222,31 @@ def test_parameters_of_hooked_functions(tree: Path) -> None:
         assert keywords.get(node.name, set()) <= names, patch.target
         checked.add(node.name)
     assert checked == set(expected)
+
+
+@needs_sources
+@each_tree
+def test_what_the_layers_of_inkling_ask(tree: Path) -> None:
+    """`versions.show_inkling_layers` answers what they ask, and they hand over what we take."""
+    module = "sglang.srt.models.inkling_common.attn"
+    asked = ["serving_attention_backend", "get_model"] if _is_new(tree) else ["get_server_args"]
+    old = _resolve(tree, module, "serving_attention_backend") is None
+    assert old is not _is_new(tree)
+    for name in asked:
+        assert _resolve(tree, module, name), name
+    node = _resolve(tree, module, "InklingAttention.forward")
+    assert node is not None
+    source = ast.unparse(node)
+    assert "attention_backend in ('fa4', 'triton')" in source
+    assert all(f"{name}(" in source for name in asked)
+    assert "kv_cache_dtype == 'mxfp8'" in source
+    for keyword in ("score_mod=triton_relative_bias_score_mod", "aux_tensors=[rel_logits]"):
+        assert keyword in source
+    for key in ("q_descale", "k_descale", "v_descale"):
+        assert f"['{key}']" in source
+    config = _resolve(tree, "sglang.srt.configs.inkling", "InklingMMConfig")
+    assert config is not None
+    assert "model_type = 'inkling_mm_model'" in ast.unparse(config)
 
 
 @needs_sources
@@ -260,5 +289,6 @@ def test_the_ledger_is_complete() -> None:
     for patch in PATCHES:
         assert patch.why, patch.target
         assert patch.until, patch.target
-        assert patch.how in ("step", "before", "after", "around", "replace"), patch.target
+        kinds = ("step", "before", "after", "around", "replace", "model")
+        assert patch.how in kinds, patch.target
         assert len(inspect.signature(patch.hook).parameters) >= 2, patch.target

@@ -89,6 +89,16 @@ def quantize_kvfp4(block: list[Fraction]) -> tuple[list[int], int]:
     return [c | (8 if x < 0 else 0) for c, x in zip(codes, block, strict=True)], byte
 
 
+def quantize_mxfp4(block: list[Fraction]) -> tuple[list[int], int]:
+    """32 finite numbers -> codes, scale byte: the largest power of two in amax, over 4."""
+    e = 127
+    while Fraction(2) ** e > max(map(abs, block)) and e > -125:
+        e -= 1
+    scale = Fraction(2) ** (e - 2)
+    codes = [nearest(abs(x) / scale, E2M1_POSITIVE, ties_to_even=True) for x in block]
+    return [c | (8 if x < 0 else 0) for c, x in zip(codes, block, strict=True)], e - 2 + 127
+
+
 def quantize_nvfp4(block: list[Fraction], g: Fraction) -> tuple[list[int], int]:
     """16 finite numbers and the global scale -> codes, scale byte; each step rounds to float32."""
     ratio = float32(max(map(abs, block)) / float32(6 * g))

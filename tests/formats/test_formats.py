@@ -23,7 +23,7 @@ from inkling_backend.formats import (
 )
 from inkling_backend.formats.nvfp4 import NVFP4_FOUR_OVER_SIX
 
-QUANTIZED = ["mxfp8", "nvfp4", "kvfp4"]
+QUANTIZED = [name for name, fmt in FORMATS.items() if fmt.block]
 G = torch.tensor([0.0123])
 
 
@@ -62,12 +62,8 @@ def test_quantize_equals_rational_arithmetic(name: str, g: float) -> None:
         data = torch.stack((data & 15, data >> 4), -1).flatten(-2)
     for row, codes, byte in zip(x.double().tolist(), data.tolist(), scale.tolist(), strict=True):
         numbers = [Fraction(v) for v in row]
-        if name == "mxfp8":
-            expected = scalar.quantize_mxfp8(numbers)
-        elif name == "kvfp4":
-            expected = scalar.quantize_kvfp4(numbers)
-        else:
-            expected = scalar.quantize_nvfp4(numbers, Fraction(float(torch.tensor(g))))
+        more = [Fraction(float(torch.tensor(g)))] if fmt.has_global_scale else []
+        expected = getattr(scalar, f"quantize_{name}")(numbers, *more)
         # The sign of a zero is not in a Fraction; rows hold no -0.0.
         assert (codes, byte) == (expected[0], [expected[1]])
 
@@ -111,10 +107,9 @@ def test_encode_inverts_decode_for_every_code(name: str) -> None:
     else:
         nibbles = torch.arange(16, dtype=torch.uint8)
         nibbles[8] = 7  # a negative zero does not come back: the sign is x < 0
-        data = (nibbles[0::2] | (nibbles[1::2] << 4))[None]
-        bytes_ = torch.arange(94, 252, dtype=torch.uint8)
-        if name == "nvfp4":
-            bytes_ = torch.arange(1, 127, dtype=torch.uint8)
+        data = (nibbles[0::2] | (nibbles[1::2] << 4)).repeat(fmt.block // 16)[None]
+        first, last = {"nvfp4": (1, 126), "kvfp4": (94, 251), "mxfp4": (0, 252)}[name]
+        bytes_ = torch.arange(first, last + 1, dtype=torch.uint8)
     data = data.repeat(len(bytes_), 1, 1).flatten(0, 1)
     scale = bytes_.repeat_interleave(len(data) // len(bytes_))[:, None]
     again = fmt.quantize(fmt.dequantize(Quantized(data, scale), g), g)
@@ -122,7 +117,9 @@ def test_encode_inverts_decode_for_every_code(name: str) -> None:
     assert torch.equal(again.data, data)
 
 
-@pytest.mark.parametrize(("name", "byte"), [("mxfp8", 19), ("kvfp4", 94), ("nvfp4", 0)])
+@pytest.mark.parametrize(
+    ("name", "byte"), [("mxfp8", 19), ("kvfp4", 94), ("nvfp4", 0), ("mxfp4", 0)]
+)
 def test_zero_rows(name: str, byte: int) -> None:
     q = quantize(name, torch.zeros(2, 3, 64))
     assert q.scale.unique().tolist() == [byte]
@@ -187,7 +184,7 @@ def test_non_finite_is_nan_and_nothing_else_changes(name: str, x: torch.Tensor) 
     if name != "mxfp8":
         lost = bad.view(-1, block).any(-1, keepdim=True).expand(-1, block).flatten()
         hit = bad.view(-1, block).any(-1)
-        assert (q.scale[hit] == (0xFF if name == "kvfp4" else 0x7F)).all()
+        assert (q.scale[hit] == (0x7F if name == "nvfp4" else 0xFF)).all()
         assert (q.data.view(-1, block // 2)[hit] == 0).all()
     else:
         assert torch.equal(q.scale, clean.scale)
@@ -212,6 +209,12 @@ def test_error_bound(name: str, x: torch.Tensor) -> None:
         scale = torch.exp2(q.scale.double() - 127)[:, None]
         assert (error <= torch.maximum(blocks.abs() / 16, scale * 2.0**-10)).all()
         assert (amax <= 448 * scale).all()
+    elif name == "mxfp4":
+        # The same, but for what saturates: from 6 to 8 over the scale.
+        scale = torch.exp2(q.scale.double() - 127)[:, None]
+        most = torch.maximum(torch.maximum(blocks.abs() / 4, scale / 4), blocks.abs() - 6 * scale)
+        assert (error <= most).all()
+        assert (amax < 8 * scale).all()
     elif name == "kvfp4":
         # Codes within 2 are 1/2 apart, above that half a unit of one mantissa bit.
         scale = torch.exp2(q.scale.double() - 127)[:, None]
@@ -242,12 +245,33 @@ def test_quantizing_again_changes_no_value(name: str, x: torch.Tensor) -> None:
 
 @given(x=rows(moderate), shift=st.integers(-20, 20))
 @settings(max_examples=30, deadline=None)
-@pytest.mark.parametrize("name", ["mxfp8", "kvfp4"])
+@pytest.mark.parametrize("name", ["mxfp8", "kvfp4", "mxfp4"])
 def test_powers_of_two_only_move_the_scale(name: str, x: torch.Tensor, shift: int) -> None:
     x = torch.where(x.abs() < 1e-2, 1.0, x)
     a, b = quantize(name, x), quantize(name, x * 2.0**shift)
     assert torch.equal(a.data, b.data)
     assert torch.equal(b.scale.int() - a.scale.int(), torch.full_like(a.scale, 1).int() * shift)
+
+
+def test_mxfp4_bytes_by_hand() -> None:
+    """OCP MX v1.0: a scale of 2^(floor(log2(amax)) - 2), elements to nearest even, saturating."""
+    x = torch.zeros(5, 32)
+    # 2^(2 - 2): 7.9 saturates; 2.5 and 0.25 are ties, to 2 and to 0; 0.26 is nearer to 0.5.
+    x[0, :6] = torch.tensor([7.9, 5.1, 2.5, -0.25, 0.26, -5.0])
+    x[1, 30:] = torch.tensor([16.0, 3.0])  # 2^(4 - 2): 4, and 0.75, a tie to 1
+    x[2, 1] = 1e-45  # the least scale, 2^-127
+    x[3, 5], x[4, 31] = torch.nan, -torch.inf
+    data, scale = get_format("mxfp4").quantize(x, None)
+    assert scale is not None
+    assert scale.flatten().tolist() == [127, 129, 0, 255, 255]
+    # Codes 7 7 4 8 1 14, two a byte, the first in the low nibble.
+    assert data[0, :4].tolist() == [0x77, 0x84, 0xE1, 0]
+    assert data[1, 14:].tolist() == [0, 0x26]
+    assert not data[2:].any()
+    seen = get_format("mxfp4").dequantize(Quantized(data, scale), None)
+    assert seen[0, :6].tolist() == [6.0, 6.0, 2.0, 0.0, 0.5, -4.0]
+    assert seen[1, 30:].tolist() == [16.0, 4.0]
+    assert seen[3:].isnan().all()
 
 
 def nvfp4_errors(x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -289,7 +313,7 @@ def test_four_over_six_keeps_the_rules_for_special_blocks() -> None:
 
 
 def test_names() -> None:
-    assert list(FORMATS) == ["mxfp8", "nvfp4", "kvfp4", "bf16"]
+    assert list(FORMATS) == ["mxfp8", "nvfp4", "kvfp4", "mxfp4", "bf16"]
     assert list(RECIPES) == [*FORMATS, "mxfp8-nvfp4"]
     mixed = get_recipe("mxfp8-nvfp4")
     assert (mixed.k.name, mixed.v.name, mixed.quantize_query) == ("mxfp8", "nvfp4", False)
@@ -312,7 +336,8 @@ def test_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "bits", "row"), [("mxfp8", 8.25, 132), ("nvfp4", 4.5, 72), ("kvfp4", 4.5, 72)]
+    ("name", "bits", "row"),
+    [("mxfp8", 8.25, 132), ("nvfp4", 4.5, 72), ("kvfp4", 4.5, 72), ("mxfp4", 4.25, 68)],
 )
 def test_sizes(name: str, bits: float, row: int) -> None:
     fmt = get_format(name)

@@ -305,10 +305,11 @@ def draw_transform(rng: random.Random, cache: LayerCache) -> LayerCache:
 
 
 def draw_rule(rng: random.Random, chunked: bool, batch: int) -> SplitRule:
-    """A rule that cuts small requests, too; splits are chunks times eight if ``chunked``."""
+    """A rule that cuts small requests, too; splits are some chunks if ``chunked``."""
     if chunked:
         chunks, heads = rng.choice((0, 7, 100)), rng.choice((1, 8))
-        return SplitRule(1024, 1024, 1, 128, 100, chunks, heads, rng.choice((1, 7, 30, 1 << 20)))
+        tokens, programs = rng.choice((256, 384, 1024)), rng.choice((1, 7, 30, 1 << 20))
+        return SplitRule(tokens, tokens, 1, 128, 100, chunks, heads, programs)
     least = rng.choice((64, 128, 256))
     most_items = rng.choice((100, batch + 3))
     return SplitRule(least, rng.choice((least, 512)), rng.choice((1, 4)), 64, most_items)

@@ -178,5 +178,6 @@ def _chunks_are_quicker(lens: list[int], rule: SplitRule) -> bool:
         last = tokens * max(rest, rule.programs * 2 // 3) // rule.programs + 96
         return rounds * (tokens + 96) + (last if rest else 0)
 
-    coarse = cost(sum(map(rule.splits, lens)), rule.min_tokens)
+    splits = sum(map(rule.splits, lens))
+    coarse = cost(splits, chunks * rule.step // max(splits, 1))
     return cost(chunks, rule.step + rule.step // 16) < coarse

@@ -6,12 +6,13 @@ import dataclasses
 
 import torch
 
-from inkling_backend.formats import Format, get_format
+from inkling_backend.formats import FORMATS, Format, get_format
 from inkling_backend.formats.layout import CacheLayout, LayerCache, SideLayout
 from inkling_backend.formats.nvfp4 import NVFP4_FOUR_OVER_SIX
 
 POISON = 0xA5
-FORMAT_NAMES = ("mxfp8", "nvfp4", "kvfp4", "bf16")
+FORMAT_NAMES = tuple(FORMATS)
+QUANTIZED_NAMES = tuple(name for name, fmt in FORMATS.items() if fmt.block)
 FOUR_OVER_SIX = "fouroversix"
 # What the store tells apart: readers see nvfp4 in the last one, too.
 STORED_NAMES = (*FORMAT_NAMES, FOUR_OVER_SIX)

@@ -8,18 +8,20 @@ import triton
 import triton.language as tl
 
 from inkling_backend import reference
-from inkling_backend.formats import Quantized, Query
+from inkling_backend.formats import Quantized, Query, get_format
 from inkling_backend.formats.layout import LayerCache
 from inkling_backend.kernels.codec import load_query, load_rows
 from inkling_backend.kernels.gather import gather
 from inkling_backend.kernels.side import Side
 from tests.kernels.helpers import (
+    QUANTIZED_NAMES,
     assert_same_bits,
     make_cache,
     make_layout,
 )
 
-BLOCK_CODES = {"mxfp8": 256, "nvfp4": 16, "kvfp4": 16}
+# Elements of a row that holds every code.
+BLOCK_CODES = {name: 256 if name == "mxfp8" else get_format(name).block for name in QUANTIZED_NAMES}
 
 
 @triton.jit
@@ -83,7 +85,7 @@ def test_every_code_under_every_scale(name: str, device: torch.device) -> None:
     cache = make_cache(layout, 8, device)
     assert cache.k_scale is not None
     code = torch.arange(codes, dtype=torch.uint8, device=device)
-    row = code if name == "mxfp8" else code[0::2] | (code[1::2] << 4)
+    row = code if name == "mxfp8" else (code[0::2] & 15) | (code[1::2] << 4)
     cache.k_data[:] = row
     slots = torch.arange(256, device=device)
     scales = slots.to(torch.uint8)[:, None].expand(-1, layout.k.blocks).contiguous()
@@ -103,7 +105,7 @@ def test_every_code_under_every_scale(name: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("page", [32, 64, 128])
 @pytest.mark.parametrize(
-    ("name", "dim"), [("mxfp8", 96), ("nvfp4", 80), ("kvfp4", 192), ("bf16", 48)]
+    ("name", "dim"), [("mxfp8", 96), ("nvfp4", 80), ("kvfp4", 192), ("mxfp4", 96), ("bf16", 48)]
 )
 def test_order_heads_and_masks(name: str, dim: int, page: int, device: torch.device) -> None:
     layout = make_layout(name, name, 3, dim, page=page)

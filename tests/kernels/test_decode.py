@@ -12,7 +12,8 @@ import torch
 
 from inkling_backend.attention import LayerAttention
 from inkling_backend.formats import Query
-from inkling_backend.kernels.configs import CHUNK_TOKENS, CHUNKED_SPLIT_TOKENS, SplitRule
+from inkling_backend.kernels import merge as merging
+from inkling_backend.kernels.configs import CHUNK_TOKENS, SplitRule
 from inkling_backend.kernels.decode import DecodeCall, Partial, decode
 from inkling_backend.kernels.decode_fast import config_for, decode_fast
 from inkling_backend.kernels.decode_redo import decode_redo
@@ -32,11 +33,7 @@ from tests.kernels.test_plan import run_plan_decode
 UNIT = LayerAttention(1.0)
 RULE = SplitRule(64, 512, 4, 64, most_items=100)
 # As `decode_fast` has it, with a program for every work item: chunks are those of small batches.
-SPLITS = SplitRule(
-    *(CHUNKED_SPLIT_TOKENS, CHUNKED_SPLIT_TOKENS, 1, CHUNK_TOKENS),
-    most_items=100,
-    programs=1 << 20,
-)
+SPLITS = SplitRule(1024, 1024, 1, CHUNK_TOKENS, most_items=100, programs=1 << 20)
 CHUNKED = SPLITS._replace(most_chunks=7)
 
 
@@ -106,6 +103,7 @@ def make_call(
         world.empty_out(len(index)),
         layer,
         q_len,
+        split_chunks=rule.split_chunks,
     )
 
 
@@ -129,6 +127,7 @@ def check(
         ("mxfp8", "mxfp8"),
         ("nvfp4", "nvfp4"),
         ("kvfp4", "kvfp4"),
+        ("mxfp4", "mxfp4"),
         ("bf16", "bf16"),
         ("mxfp8", "nvfp4"),
     ],
@@ -148,6 +147,7 @@ def test_formats_and_pages(k: str, v: str, page: int, device: torch.device) -> N
         (256, 256, "kvfp4", "mxfp8"),
         (192, 128, "mxfp8", "mxfp8"),
         (80, 48, "nvfp4", "bf16"),
+        (160, 96, "mxfp4", "mxfp4"),
     ],
 )
 def test_head_sizes(k_dim: int, v_dim: int, k: str, v: str, device: torch.device) -> None:
@@ -195,7 +195,7 @@ def test_long_rows_of_large_logits(device: torch.device) -> None:
     check(world, query, run_decode(world, query, layer=UNIT), layer=UNIT)
 
 
-@pytest.mark.parametrize("k", ["mxfp8", "nvfp4", "kvfp4"])
+@pytest.mark.parametrize("k", ["mxfp8", "nvfp4", "kvfp4", "mxfp4"])
 @pytest.mark.parametrize(("k_size", "v_size"), [(1e6, 1e-7), (1e-9, 1e7), (1.0, 0.0), (3e4, 1e-30)])
 def test_sizes_beyond_float16(k: str, k_size: float, v_size: float, device: torch.device) -> None:
     world = make_world([90, 200], device, k=k, k_dim=128)
@@ -286,18 +286,23 @@ def test_redo_computes_whole_splits(device: torch.device) -> None:
     assert torch.equal(*results)
 
 
-def test_merge_does_not_care_how_the_work_was_cut(device: torch.device) -> None:
-    """Chunks and their folded splits, made up here, give the same bits."""
+@pytest.mark.parametrize("tokens", [640, 1024])
+def test_merge_does_not_care_how_the_work_was_cut(
+    tokens: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks and their folded splits, made up here, give the same bits, as many at once as may."""
     world = make_world([3000, 1030], device, kv_heads=1, group=2, max_context=4096)
     query = world.queries(2)
-    chunked = make_call(world, query, [0, 1], SPLITS._replace(most_chunks=100))
-    coarse = make_call(world, query, [0, 1], SPLITS)
+    rule = SPLITS._replace(min_tokens=tokens, max_tokens=tokens)
+    chunked = make_call(world, query, [0, 1], rule._replace(most_chunks=100))
+    coarse = make_call(world, query, [0, 1], rule)
     parts = int(chunked.work.indptr[2])
     fine, split = chunked.partial, coarse.partial
     fine.out[:parts] = torch.randn_like(fine.out[:parts])
     fine.top[:parts] = torch.randint(-3, 4, (parts, 2), device=device).float()
     fine.total[:parts] = torch.rand(parts, 2, device=device) + 1
-    firsts = [0, 8, 16, 24, 32, 33]  # chunks of 3000 tokens are 24, of 1030 nine
+    chunks = tokens // CHUNK_TOKENS  # 3000 tokens are 24 of them, 1030 nine
+    firsts = [*range(0, 24, chunks), *range(24, 33, chunks), 33]
     for item, (first, end) in enumerate(itertools.pairwise(firsts)):
         top, total, out = torch.full_like(fine.top[0], -torch.inf), 0.0, 0.0
         for chunk in range(first, end):
@@ -308,9 +313,15 @@ def test_merge_does_not_care_how_the_work_was_cut(device: torch.device) -> None:
             out = (out * w.double()[:, None] + fine.out[chunk].double() * w_chunk[:, None]).float()
             top = new_top
         split.top[item], split.total[item], split.out[item] = top, total, out
-    for call in (chunked, coarse):
+    outs = []
+    for at_once, call in itertools.product((8, 16, 32), (chunked, coarse)):
+        monkeypatch.setattr(merging, "_AT_ONCE", at_once)
+        monkeypatch.setattr(merging, "_AT_ONCE_WIDE", at_once)
+        call.out.fill_(torch.nan)
         merge(call)
-    assert torch.equal(chunked.out, coarse.out)
+        outs.append(call.out.clone())
+    assert outs[0].isfinite().all()
+    assert [torch.equal(out, outs[0]) for out in outs] == [True] * 6
 
 
 def test_padding_of_a_graph_changes_nothing(device: torch.device) -> None:

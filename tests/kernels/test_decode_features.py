@@ -17,6 +17,7 @@ PAIRS = [
     ("mxfp8", "mxfp8"),
     ("nvfp4", "nvfp4"),
     ("kvfp4", "kvfp4"),
+    ("mxfp4", "mxfp4"),
     ("bf16", "bf16"),
     ("mxfp8", "nvfp4"),
 ]

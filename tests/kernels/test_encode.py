@@ -9,6 +9,7 @@ from inkling_backend import reference
 from inkling_backend.kernels.store import store
 from tests.kernels.helpers import (
     FOUR_OVER_SIX,
+    QUANTIZED_NAMES,
     STORED_NAMES,
     assert_same_cache,
     clone_cache,
@@ -31,7 +32,7 @@ def test_every_16_bit_number(name: str, dtype: torch.dtype, device: torch.device
     assert_same_cache(cache, want)
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "kvfp4", FOUR_OVER_SIX])
+@pytest.mark.parametrize("name", [*QUANTIZED_NAMES, FOUR_OVER_SIX])
 def test_every_rounding_step(name: str, device: torch.device) -> None:
     # With the block's maximum fixed, elements run over every code, every tie and its neighbours.
     block, top = format_of(name).block, 448.0 if name == "mxfp8" else 6.0
@@ -83,7 +84,7 @@ def test_quotients_beside_ties(step: float, name: str, device: torch.device) -> 
     assert_same_cache(cache, want)
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "kvfp4", FOUR_OVER_SIX])
+@pytest.mark.parametrize("name", [*QUANTIZED_NAMES, FOUR_OVER_SIX])
 def test_every_step_of_the_block_scale(name: str, device: torch.device) -> None:
     # Maxima at, one below and one above the largest a scale holds, for every exponent.
     block, top = format_of(name).block, 448.0 if name == "mxfp8" else 6.0
@@ -94,6 +95,21 @@ def test_every_step_of_the_block_scale(name: str, device: torch.device) -> None:
     cache = make_cache(make_layout(name, "bf16", 1, block, 16), 24, device, k_global=1.0)
     unused = torch.zeros(len(rows), 1, 16)
     slots = torch.arange(1, len(rows) + 1)
+    want = clone_cache(cache, torch.device("cpu"))
+    reference.store(rows, unused, slots, want)
+    store(rows.to(device), unused.to(device), slots.to(device), cache)
+    assert_same_cache(cache, want)
+
+
+@pytest.mark.parametrize("name", [*QUANTIZED_NAMES, FOUR_OVER_SIX])
+def test_signs_of_what_is_nothing_beside_the_maximum(name: str, device: torch.device) -> None:
+    """Products with the scale underflow; a number below zero still has the sign."""
+    block = format_of(name).block
+    row = torch.zeros(block)
+    row[:7] = torch.tensor([3e38, -1e-18, 1e-18, -1e-30, -1e-45, -0.0, 0.0])
+    rows = torch.stack([row, -row])[:, None]
+    cache = make_cache(make_layout(name, "bf16", 1, block, 16), 1, device, k_global=1e30)
+    unused, slots = torch.zeros(2, 1, 16), torch.tensor([1, 2])
     want = clone_cache(cache, torch.device("cpu"))
     reference.store(rows, unused, slots, want)
     store(rows.to(device), unused.to(device), slots.to(device), cache)

@@ -71,6 +71,7 @@ def part(query: Query, start: int, stop: int) -> Query:
         ("mxfp8", "mxfp8", 128),
         ("nvfp4", "nvfp4", 64),
         ("kvfp4", "kvfp4", 32),
+        ("mxfp4", "mxfp4", 64),
         ("bf16", "bf16", 64),
         ("mxfp8", "nvfp4", 32),
     ],

@@ -10,7 +10,7 @@ import torch
 from inkling_backend.formats import get_format
 from inkling_backend.formats.layout import CacheLayout
 from inkling_backend.kernels import configs
-from inkling_backend.kernels.configs import SplitRule, chunked_split_rule, split_rule
+from inkling_backend.kernels.configs import KernelConfig, SplitRule, chunked_split_rule, split_rule
 from inkling_backend.kernels.plan import WorkList, plan_decode, plan_extend
 from tests.attention.world import World, make_world
 
@@ -196,7 +196,8 @@ def test_buffers_have_room(batch: int, chunked: bool) -> None:
     for context in (1, 255, 256, 257, 8192, 8193, 100_000):
         rule = split_rule(32, layout, batch, context)
         if chunked:
-            rule = chunked_split_rule(32, layout, batch, context, programs=1056)
+            config = KernelConfig(8, 64, 1, 5, programs_per_sm=12)
+            rule = chunked_split_rule(32, layout, batch, context, config, programs=1584)
         held = rule.most_items * configs.partial_bytes(32, layout)
         assert held <= configs.PARTIAL_BYTES or rule.most_items == batch
         assert rule.most_items >= max(batch, rule.most_chunks)

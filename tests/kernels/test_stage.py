@@ -10,7 +10,13 @@ from inkling_backend.kernels.stage import dequantize_query, stage
 from inkling_backend.reference.gather import gather
 from tests.attention.world import World, make_world, slots_of
 
-PAIRS = [("mxfp8", "mxfp8"), ("mxfp8", "nvfp4"), ("nvfp4", "kvfp4"), ("bf16", "bf16")]
+PAIRS = [
+    ("mxfp8", "mxfp8"),
+    ("mxfp8", "nvfp4"),
+    ("nvfp4", "kvfp4"),
+    ("mxfp4", "mxfp4"),
+    ("bf16", "bf16"),
+]
 CAPACITY = 160
 
 

@@ -191,6 +191,7 @@ def test_query_is_given_back(device: torch.device) -> None:
         ("nvfp4", "nvfp4", 256, torch.bfloat16, False),
         ("mxfp8", FOUR_OVER_SIX, 128, torch.bfloat16, False),
         ("kvfp4", "kvfp4", 80, torch.float16, False),
+        ("mxfp4", "mxfp4", 96, torch.float16, False),
         ("bf16", "bf16", 32, torch.bfloat16, False),
     ],
 )

@@ -21,7 +21,7 @@ from inkling_backend.attention import (
     LayerAttention,
     MixedRunner,
 )
-from inkling_backend.engines.sglang import metrics, versions
+from inkling_backend.engines.sglang import inkling_model, metrics, versions
 from inkling_backend.engines.sglang.centers import Centers
 from inkling_backend.engines.sglang.flags import flags_of
 from inkling_backend.engines.sglang.layer import layer_attention, window_of
@@ -51,6 +51,10 @@ class InklingAttnBackend(AttentionBackend):
         super().__init__()
         config = model_runner.model_config
         self.device = torch.device(model_runner.device)
+        # Both pools under these names are for the engine's wrapper of hybrid models.
+        self.token_to_kv_pool = model_runner.token_to_kv_pool
+        self.req_to_token_pool = model_runner.req_to_token_pool
+        self.kv_index_translator = getattr(model_runner, "kv_index_translator", None)
         self.req_to_token = model_runner.req_to_token_pool.req_to_token
         self.pools = RunnerPools(model_runner)
         self.layout = self.pools.layout
@@ -79,6 +83,9 @@ class InklingAttnBackend(AttentionBackend):
             reasons.append("attention masks of images are not supported: unset --enable-multimodal")
         if reasons:
             raise UnsupportedError("this model", reasons)
+        biased = versions.inkling_layers(config)
+        if biased is not None:
+            inkling_model.present(biased, flags)
 
         rows, max_context = self.req_to_token.shape
         spec = AttentionSpec(
@@ -86,6 +93,7 @@ class InklingAttnBackend(AttentionBackend):
             layout=self.layout,
             dtype=model_runner.dtype,
             quantize_query=flags.quantizes_query,
+            relative_bias=biased is not None,
         )
         self.runner = MixedRunner(
             spec,
@@ -356,31 +364,37 @@ class InklingAttnBackend(AttentionBackend):
         kwargs: dict[str, Any],
     ) -> torch.Tensor:
         attention = self._attention_of(layer, kwargs.pop("sinks", None))
+        layout, heads = self.layout, layer.tp_q_head_num
+        bias = inkling_model.take_bias(kwargs)
+        if bias is not None:
+            attention = replace(attention, bias=bias)
+        query = inkling_model.take_query(q, heads, layout.k_head_dim, kwargs)
         asked = (name for name, value in kwargs.items() if value is not None and value is not False)
         if unknown := sorted(asked):
             raise UnsupportedError(
                 "this model", [f"its attention layers pass {', '.join(unknown)}: not supported"]
             )
-        layout, cache = self.layout, self.pools.layer(layer.layer_id)
+        cache, dtype = self.pools.layer(layer.layer_id), self.runner.spec.dtype
         pool = int(self.pools.has_window_slots(layer.layer_id))
-        q = q.view(-1, layer.tp_q_head_num, layout.k_head_dim).to(self.runner.spec.dtype)
-        if not Query(q).has_dense_rows:
-            q = q.contiguous()
+        q = q.view(-1, heads, layout.k_head_dim)
+        if query is None:
+            q = q.to(dtype)
+            if not Query(q).has_dense_rows:
+                q = q.contiguous()
         if save_kv_cache and k is not None and v is not None:
             k = k.view(-1, layout.num_kv_heads, layout.k_head_dim)
             if self._centers is not None:
                 self._centers.see(layer.layer_id, cache, k)
-            query = self.runner.store(
-                cache,
-                k,
-                v.view(-1, layout.num_kv_heads, layout.v_head_dim),
-                self._new_slots(forward_batch, pool)[: k.shape[0]],
-                q,
-            )
-        else:
+            v = v.view(-1, layout.num_kv_heads, layout.v_head_dim)
+            slots = self._new_slots(forward_batch, pool)[: k.shape[0]]
+            if query is None:
+                query = self.runner.store(cache, k, v, slots, q)
+            else:
+                self.runner.store(cache, k, v, slots)
+        elif query is None:
             # K and V are in the cache already: an earlier layer's, or a fused writer's.
             query = self.runner.query(cache, q)
-        out = q.new_empty(q.shape[0], layer.tp_q_head_num, layout.v_head_dim)
+        out = q.new_empty(q.shape[0], heads, layout.v_head_dim, dtype=dtype)
         if self._plans is None:
             return out.zero_().flatten(1)
         self.runner.run(self._plans[pool], query, cache, out, attention)

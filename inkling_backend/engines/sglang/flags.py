@@ -15,24 +15,27 @@ from dataclasses import dataclass
 from typing import Any
 
 from inkling_backend.errors import UnknownNameError
-from inkling_backend.formats import Recipe, parse_layer_recipes
+from inkling_backend.formats import RECIPES, Recipe, parse_layer_recipes
 from inkling_backend.formats.layout import MOST_SINK_TOKENS
 
 BACKEND = "inkling"
 
-# --fp4-kv-cache-recipe -> the engine's --kv-cache-dtype.
-FP4_RECIPES = {"nvfp4": "nvfp4", "kvfp4": "fp4_mx_block16", "mxfp8-nvfp4": "mxfp8-nvfp4"}
-# The engine's --kv-cache-dtype -> name of the recipe.
-KV_CACHE_DTYPES = {
+# Values of --kv-cache-dtype that the engine has by itself -> name of the recipe.
+_ENGINE_KV_CACHE_DTYPES = {
     "mxfp8": "mxfp8",
     "nvfp4": "nvfp4",
     "fp4_mx_block16": "kvfp4",
     "bf16": "bf16",
     "bfloat16": "bf16",
-    "mxfp8-nvfp4": "mxfp8-nvfp4",
 }
-# Values of --kv-cache-dtype that the engine does not have by itself.
-OWN_KV_CACHE_DTYPES = ("mxfp8-nvfp4",)
+# Those that it does not have: recipes by their own names.
+OWN_KV_CACHE_DTYPES = tuple(
+    name for name in RECIPES if name not in _ENGINE_KV_CACHE_DTYPES.values()
+)
+# --kv-cache-dtype -> name of the recipe.
+KV_CACHE_DTYPES = _ENGINE_KV_CACHE_DTYPES | {name: name for name in OWN_KV_CACHE_DTYPES}
+# --fp4-kv-cache-recipe -> --kv-cache-dtype: what keeps K or V in 4 bits.
+FP4_RECIPES = {name: dtype for dtype, name in KV_CACHE_DTYPES.items() if RECIPES[name].has_fp4}
 DEFAULT_KV_CACHE_DTYPE = "mxfp8"
 QUERY_DTYPES = ("auto", "mxfp8", "bf16")
 KEY_TRANSFORMS = ("none", "rotate", "center", "center+rotate")

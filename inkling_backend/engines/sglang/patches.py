@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from inkling_backend.engines.sglang import sizing, versions
+from inkling_backend.engines.sglang import inkling_model, sizing, versions
 from inkling_backend.engines.sglang.flags import (
     BACKEND,
     DEFAULT_KV_CACHE_DTYPE,
@@ -38,7 +38,8 @@ class Patch:
 
     Attributes:
         target: dotted name, or the name of an argument resolution step.
-        how: ``step``, ``after``, ``around``, ``before`` or ``replace``.
+        how: ``step``, ``after``, ``around``, ``before`` or ``replace``; ``model`` if the backend
+            calls it with the module of the target once a model of its kind is loaded.
         hook: what runs.
         why: what would not work without it.
         since: first engine version that needs it.
@@ -251,6 +252,13 @@ PATCHES: tuple[Patch, ...] = (
           until=_NO_ALLOW_LIST),
     Patch("handle_model_capability_adjustments", "step", _confirm,
           "the engine's last step may still force another backend or cache dtype", until=_FOREVER),
+    Patch("apply_inkling_prefill_cuda_graph_default", "step", _skip,
+          "captures the prefill of Inkling as a whole by default, which FA4 alone can be",
+          until="the default asks whether the backend can be captured"),
+    Patch("sglang.srt.models.inkling_common.attn.InklingAttention.forward", "model",
+          inkling_model.present,
+          "asserts that fa4 or triton serves, and would always quantize Q for an MXFP8 cache",
+          until="the layers ask the backend what it takes"),
     Patch("sglang.srt.mem_cache.kv_cache_dtype.configure_kv_cache_dtype", "around",
           _configure_kv_cache_dtype,
           "gives the pool a dtype of its own (uint8, 'inkling_<recipe>'), so that no branch for "
@@ -300,6 +308,8 @@ def install() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for patch in wanted(versions.has_resolution_pipeline()):
+        if patch.how == "model":
+            continue
         if patch.how == "step":
             target = versions.hook_resolution_step(patch.target, patch.hook)
         else:

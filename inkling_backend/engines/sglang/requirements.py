@@ -178,6 +178,7 @@ def argument_reasons(
         *_cache_reasons(arguments, flags, backends),
         *_device_reasons(arguments, capability, cpu_supported),
         *_model_reasons(model),
+        *_inkling_reasons(backends, model),
         *(f"the model has {trait}, which are not supported: {_OTHER}" for trait in traits),
         *_attention_reasons(arguments, flags, model, capability, tp_size),
         *layer_recipe_reasons(arguments, flags, model),
@@ -320,6 +321,16 @@ def _model_reasons(model: Any) -> list[str]:
     return reasons
 
 
+def _inkling_reasons(backends: tuple[str | None, str | None], model: Any) -> list[str]:
+    """Why Inkling cannot be served so; other models have no such reasons."""
+    if not versions.is_inkling(model) or backends[0] == backends[1]:
+        return []
+    return [
+        f"Inkling's layers call one attention backend: use --attention-backend {BACKEND} for both "
+        "phases"
+    ]
+
+
 def _attention_reasons(
     arguments: Any,
     flags: Flags,
@@ -352,7 +363,8 @@ def _attention_reasons(
     if not reasons and env.asks_for_fa4():
         sinks = flags.inkling_sink_tokens if recipe.is_quantized else 0
         layout = CacheLayout(recipe.k, recipe.v, kv_heads, *dims, page_size, sinks)
-        spec = AttentionSpec(q_heads, layout, model.dtype, quantize_query)
+        biased = versions.is_inkling(model)
+        spec = AttentionSpec(q_heads, layout, model.dtype, quantize_query, biased)
         reasons = fa4.reasons_against(spec, capability)
     return reasons
 

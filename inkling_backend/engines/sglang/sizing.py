@@ -112,7 +112,13 @@ def workspace_bytes(kvc: Any, layout: CacheLayout, model: Any) -> int:
     from inkling_backend.kernels.arch import capability_of
 
     heads = model.num_attention_heads // versions.active_attention_tp_size()
-    spec = AttentionSpec(heads, layout, kvc.model_dtype, quantize_query=False)
+    spec = AttentionSpec(
+        heads,
+        layout,
+        kvc.model_dtype,
+        quantize_query=False,
+        relative_bias=versions.is_inkling(model),
+    )
     layouts = dict.fromkeys([layout, *_others(layout).values()])
     requests = versions.active_server_args().max_running_requests or _MOST_REQUESTS
     context, capability = kvc.model_config.context_len, capability_of(torch.device(kvc.device))

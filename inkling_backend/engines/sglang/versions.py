@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
 from typing import Any
@@ -259,7 +259,9 @@ def model_traits(model: Any) -> list[str]:
     from sglang.srt.configs import model_config as configs
 
     found = []
-    if hybrid_arch.mambaish_config(model) is not None:
+    # Inkling's states are those of short convolutions, which the engine keeps beside its pools; and
+    # they cannot be asked for before the arguments are resolved.
+    if not is_inkling(model) and hybrid_arch.mambaish_config(model) is not None:
         found.append("hybrid linear-attention (state-space) layers")
     for function, what in (
         ("is_deepseek_dsa", "DeepSeek sparse attention layers"),
@@ -270,6 +272,64 @@ def model_traits(model: Any) -> list[str]:
         if recognise is not None and recognise(model.hf_config):
             found.append(what)
     return found
+
+
+def is_inkling(model: Any) -> bool:
+    """Whether a model configuration is that of Inkling, whose layers bring relative biases."""
+    kind = getattr(getattr(model, "hf_config", None), "model_type", None)
+    return str(kind).startswith("inkling_")
+
+
+def inkling_layers(model: Any) -> Any:
+    """The module of the attention layers of a loaded Inkling model; None for any other model.
+
+    Importing it takes seconds, and libraries that other models do not need.
+    """
+    if not is_inkling(model):
+        return None
+    from sglang.srt.models.inkling_common import attn
+
+    return attn
+
+
+def stores_inkling_kv() -> bool:
+    """Whether Inkling's layers leave the quantization of K and V to the pool, as by default."""
+    from sglang.srt.environ import envs
+
+    return bool(envs.SGLANG_OPT_INKLING_MXFP8_FUSED_QUANT_STORE.get())
+
+
+def relative_bias_score_mod() -> Any:
+    """The ``score_mod`` that Inkling's layers hand to the engine's triton backend."""
+    from sglang.kernels.ops.attention.score_mod import relative_bias_score_mod as score_mod
+
+    return score_mod
+
+
+class _Shown:
+    """A record of the engine, some of its fields shown otherwise."""
+
+    def __init__(self, record: Any, fields: Mapping[str, Any]) -> None:
+        self.__dict__.update(fields, _record=record)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._record, name)
+
+
+def show_inkling_layers(attn: Any, backend: str, model_fields: Mapping[str, Any]) -> None:
+    """Let Inkling's attention layers, in the module ``attn``, find ``backend`` to serve them.
+
+    Args:
+        model_fields: arguments about the model, like ``kv_cache_dtype``, to be shown otherwise.
+    """
+    from sglang.srt import runtime_context
+
+    if hasattr(attn, "serving_attention_backend"):
+        attn.serving_attention_backend = lambda forward_batch: backend
+        attn.get_model = lambda: _Shown(runtime_context.get_model(), model_fields)
+        return
+    fields = {"attention_backend": backend, **model_fields}
+    attn.get_server_args = lambda: _Shown(runtime_context.get_server_args(), fields)
 
 
 def has_sinks(model: Any) -> bool:
