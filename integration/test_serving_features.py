@@ -219,9 +219,11 @@ def test_new_weights_find_no_old_pages(ours: Seen, theirs: Seen, recipe: str) ->
 
 
 def test_layers_with_recipes_of_their_own(models: Models, theirs: Seen, tmp_path: Path) -> None:
-    """Of the two layers one is in NVFP4: every feature takes both as they are."""
-    extra = {"enable_memory_saver": True, "enable_hierarchical_cache": True}
-    seen = observe(models, "mxfp8", tmp_path, {**extra, "inkling_layer_recipes": "1:nvfp4"})
+    """Of the two layers one is in NVFP4, and both have sink tokens: every feature takes them as
+    they are."""
+    extra: dict[str, object] = {"enable_memory_saver": True, "enable_hierarchical_cache": True}
+    extra |= {"inkling_layer_recipes": "1:nvfp4", "inkling_sink_tokens": 2}
+    seen = observe(models, "mxfp8", tmp_path, extra)
     tolerance = TOLERANCES["nvfp4"]
     assert not disagreements(seen.base, theirs.base, tolerance)
     assert not disagreements(seen.adapted, theirs.adapted, tolerance)

@@ -49,8 +49,8 @@ def drafting(
     """The real engine with the recipe; the real model is its own draft."""
     extra: dict[str, object] = {"speculative_algorithm": "STANDALONE"}
     extra["speculative_draft_model_path"] = str(model)
-    if recipe == "nvfp4":  # one of them under a transform, of both models' keys
-        extra["inkling_key_transform"] = "center+rotate"
+    if recipe == "nvfp4":  # one of them under a transform, of both models' keys, with sink tokens
+        extra |= {"inkling_key_transform": "center+rotate", "inkling_sink_tokens": 2}
     env = draft_ops(tmp_path_factory.mktemp("ops"), probe.env)
     with RealEngine(options(model, recipe, **extra), env=env) as running:
         yield running

@@ -19,8 +19,8 @@ from integration.probe import Probe
 from integration.test_generation import FIXED_BYTES
 from integration.tiny_models import GRANITE_SWA, VOCAB, write_model
 
-# Global scales, too: each pool has its own.
-RECIPE = "nvfp4"
+# Global scales and sink tokens, too: each pool has its own.
+RECIPE, SINK_TOKENS = "nvfp4", 3
 TOKENS, PAGE = 4096, 128
 # Six pages for layers with a window.
 RATIO = 0.2
@@ -41,9 +41,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(model: Path, probe: Probe | None, **keywords: Any) -> RealEngine:
-    chosen = options(
-        model, RECIPE, skip_tokenizer_init=True, chunked_prefill_size=2 * PAGE, **keywords
-    )
+    keywords |= {"inkling_sink_tokens": SINK_TOKENS, "chunked_prefill_size": 2 * PAGE}
+    chosen = options(model, RECIPE, skip_tokenizer_init=True, **keywords)
     return RealEngine(chosen, env=probe.env if probe else None)
 
 

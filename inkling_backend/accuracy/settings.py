@@ -19,6 +19,7 @@ from inkling_backend.formats import (
     parse_layer_recipes,
 )
 from inkling_backend.formats.elements import decode_e4m3, encode_e4m3
+from inkling_backend.formats.layout import SINKS, parse_sinks, sink_bits
 
 
 def _fp8(x: torch.Tensor, global_scale: torch.Tensor | None = None) -> Quantized:
@@ -58,23 +59,22 @@ TRANSFORMS = {
     "center": "one constant vector less from every key",
     "rotate": "K and Q multiplied by a Hadamard matrix",
     "fouroversix": "NVFP4 blocks scaled to 4 or 6, whichever errs less",
-    "sinks": "the first four tokens in BF16",
 }
 # And layers with recipes of their own, as `parse_layer_recipes` reads them.
 LAYERS = "layers(LAYERS:RECIPE,...)"
 _LAYERS = re.compile(r"layers\((.*)\)")
 _BEST = "+center+rotate"
+_FIRST = ("+sinks1", "+sinks4")
 DEFAULT_SETTINGS = (
     *BASES,
     "mxfp8+center+rotate",
-    *(f"mxfp8_q_bf16{more}" for more in ("+center", "+rotate", _BEST, f"{_BEST}+sinks")),
-    *(
-        f"k_mxfp8_v_nvfp4{more}"
-        for more in ("+fouroversix", _BEST, f"{_BEST}+fouroversix", f"{_BEST}+fouroversix+sinks")
-    ),
+    *(f"mxfp8_q_bf16{more}" for more in ("+center", "+rotate", _BEST)),
+    *(f"mxfp8_q_bf16{_BEST}{more}" for more in _FIRST),
+    *(f"k_mxfp8_v_nvfp4{more}" for more in ("+fouroversix", _BEST)),
+    *(f"k_mxfp8_v_nvfp4{_BEST}+fouroversix{more}" for more in ("", *_FIRST)),
     *(f"nvfp4{more}" for more in ("+center", "+rotate", _BEST, "+fouroversix")),
-    *(f"nvfp4{_BEST}+fouroversix{more}" for more in ("", "+sinks")),
-    *(f"kvfp4{more}" for more in (_BEST, f"{_BEST}+sinks")),
+    *(f"nvfp4{_BEST}+fouroversix{more}" for more in ("", *_FIRST)),
+    *(f"kvfp4{_BEST}{more}" for more in ("", *_FIRST)),
 )
 QUICK_SETTINGS = ("fp8_per_tensor", "mxfp8", "k_mxfp8_v_nvfp4", "nvfp4", "kvfp4")
 
@@ -86,7 +86,8 @@ class Setting:
     Attributes:
         name: base and transforms as in `parse`.
         recipe: formats of K and V, and whether Q is quantized.
-        centers, rotates, keeps_sinks: the transforms, see `TRANSFORMS`.
+        centers, rotates: the transforms, see `TRANSFORMS`.
+        sink_tokens: first tokens of a sequence that are kept in BF16.
         layers: recipes of the layers, by number, that have one of their own.
     """
 
@@ -94,7 +95,7 @@ class Setting:
     recipe: Recipe
     centers: bool = False
     rotates: bool = False
-    keeps_sinks: bool = False
+    sink_tokens: int = 0
     layers: Mapping[int, Recipe] = field(default_factory=dict)
 
     @property
@@ -107,7 +108,7 @@ class Setting:
         return self.layers.get(layer, self.recipe)
 
     def bits(self, layers: int) -> float:
-        """Bits per element of a model's cache, K and V together; sink tokens are not counted.
+        """Bits per element of a cache, K and V together, with the sink tokens of every page.
 
         Args:
             layers: of the model.
@@ -120,7 +121,9 @@ class Setting:
                 f"setting {self.name!r}: layer {max(self.layers)} is named, but the model has "
                 f"layers 0 to {layers - 1}"
             )
-        return sum(self.recipe_of(layer).bits_per_element for layer in range(layers)) / layers
+        recipes = [self.recipe_of(layer) for layer in range(layers)]
+        sinks = sink_bits(self.sink_tokens) * sum(recipe.is_quantized for recipe in recipes)
+        return (sum(recipe.bits_per_element for recipe in recipes) + sinks) / layers
 
 
 def parse(name: str) -> Setting:
@@ -129,19 +132,25 @@ def parse(name: str) -> Setting:
     Raises:
         UnknownNameError: a part of the name is not known.
         LayerRecipesError: layers with recipes of their own cannot be read.
-        AccuracyError: four-over-six without NVFP4.
+        AccuracyError: four-over-six without NVFP4, sink tokens without block scales.
     """
     base, *transforms = name.split("+")
     by_recipe = {recipe.name: key for key, recipe in reversed(BASES.items())}
     base = by_recipe.get(base, base)
     if base not in BASES:
         raise UnknownNameError("setting", base, tuple(BASES))
-    recipe, layers = BASES[base], {}
+    recipe, layers, sink_tokens = BASES[base], {}, 0
     for transform in transforms:
         if match := _LAYERS.fullmatch(transform):
             layers = parse_layer_recipes(match[1])
+        elif tokens := parse_sinks(transform):
+            sink_tokens = tokens
         elif transform not in TRANSFORMS:
-            raise UnknownNameError("transform", transform, (*TRANSFORMS, LAYERS))
+            raise UnknownNameError("transform", transform, (*TRANSFORMS, SINKS, LAYERS))
+    if sink_tokens and not recipe.is_quantized:
+        raise AccuracyError(
+            f"setting {name!r}: +sinks{sink_tokens} goes with a base that has block scales"
+        )
     if recipe.quantize_query:
         layers = {layer: each.with_mxfp8_query() for layer, each in layers.items()}
     if "fouroversix" in transforms:
@@ -154,6 +163,6 @@ def parse(name: str) -> Setting:
         recipe,
         centers="center" in transforms,
         rotates="rotate" in transforms,
-        keeps_sinks="sinks" in transforms,
+        sink_tokens=sink_tokens,
         layers=layers,
     )

@@ -17,7 +17,7 @@ from transformers.masking_utils import sdpa_mask
 from inkling_backend.accuracy.errors import AccuracyError
 from inkling_backend.accuracy.settings import Setting
 from inkling_backend.formats import Format, Query
-from inkling_backend.transforms import KeyTransform, PoolCenters, keep_sinks
+from inkling_backend.transforms import KeyTransform, PoolCenters
 
 ATTENTION = "inkling_accuracy"
 # Keywords by which transformers asks an attention for what SDPA does not do.
@@ -63,10 +63,9 @@ class CacheSimulation:
         else:
             seen_q = queries.to(torch.bfloat16).float()
         seen_k, seen_v = _through(recipe.k, keys), _through(recipe.v, v)
-        if setting.keeps_sinks:
-            positions = torch.arange(k.shape[0], device=k.device)
-            seen_k = keep_sinks(seen_k, keys, positions)
-            seen_v = keep_sinks(seen_v, v, positions)
+        if recipe.is_quantized:
+            for seen, exact in ((seen_k, keys), (seen_v, v)):
+                seen[: setting.sink_tokens] = exact[: setting.sink_tokens].to(torch.bfloat16)
         return seen_q, seen_k, seen_v
 
     def attend(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from inkling_backend.errors import InklingError, UnknownNameError
 from inkling_backend.formats import RECIPES, Recipe, get_format, get_recipe
-from inkling_backend.formats.layout import DEFAULT_PAGE_SIZE, CacheLayout
+from inkling_backend.formats.layout import DEFAULT_PAGE_SIZE, SINKS, CacheLayout, parse_sinks
 
 RECIPE_NAMES = tuple(RECIPES)
 
@@ -42,7 +42,7 @@ class CaseError(InklingError, ValueError):
 
 
 # After a plus sign behind a recipe's name: what is done to its keys before they are stored, and
-# NVFP4 blocks scaled to 4 or 6, whichever errs less.
+# NVFP4 blocks scaled to 4 or 6, whichever errs less. Beside them `SINKS`.
 TRANSFORMS = ("center", "rotate", "fouroversix")
 
 
@@ -51,17 +51,19 @@ def parse_recipe(name: str) -> tuple[Recipe, frozenset[str]]:
 
     Raises:
         UnknownNameError: a part of the name is not known.
-        CaseError: four-over-six without NVFP4.
+        CaseError: four-over-six without NVFP4, sink tokens without block scales.
     """
     base, *transforms = name.split("+")
     for transform in transforms:
-        if transform not in TRANSFORMS:
-            raise UnknownNameError("transform", transform, TRANSFORMS)
+        if transform not in TRANSFORMS and not parse_sinks(transform):
+            raise UnknownNameError("transform", transform, (*TRANSFORMS, SINKS))
     recipe = get_recipe(base)
     if "fouroversix" in transforms:
         if not recipe.has_nvfp4:
             raise CaseError(f"recipe {name!r}: +fouroversix is a rule of NVFP4 blocks")
         recipe = recipe.with_four_over_six()
+    if any(map(parse_sinks, transforms)) and not recipe.is_quantized:
+        raise CaseError(f"recipe {name!r}: +{SINKS} goes with a base that has block scales")
     return replace(recipe, name=name), frozenset(transforms)
 
 
@@ -114,7 +116,8 @@ class Heads:
     def layout(self, recipe: Recipe) -> CacheLayout:
         """Pages of this model in a recipe."""
         dim = self.head_dim
-        return CacheLayout(recipe.k, recipe.v, self.kv_heads, dim, dim, self.page_size)
+        sinks = max(map(parse_sinks, recipe.name.split("+")))
+        return CacheLayout(recipe.k, recipe.v, self.kv_heads, dim, dim, self.page_size, sinks)
 
 
 @dataclass(frozen=True)
@@ -176,7 +179,8 @@ class Case:
     def bytes(self, recipe: Recipe) -> int:
         """Bytes that the operation must move, each once."""
         heads, rows = self.heads, self.batch * self.new_tokens
-        layout = heads.layout(recipe)
+        # Of sink tokens a few rows a request are read: nothing beside the others.
+        layout = replace(heads.layout(recipe), sink_tokens=0)
         plain_q = rows * heads.q_heads * heads.head_dim * 2
         query = plain_q
         if recipe.quantize_query:

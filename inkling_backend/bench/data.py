@@ -244,7 +244,7 @@ def free_memory(lab: Lab) -> None:
 
 
 def layer_tensors(pool: KVCachePool, index: int) -> list[torch.Tensor]:
-    """Data and scales of one layer of a pool."""
+    """Data, scales and sink tokens of one layer of a pool."""
     cache = pool.layer(index)
-    found = (cache.k_data, cache.k_scale, cache.v_data, cache.v_scale)
+    found = (cache.k_data, cache.k_scale, cache.v_data, cache.v_scale, cache.k_first, cache.v_first)
     return [tensor for tensor in found if tensor is not None]

@@ -97,7 +97,7 @@ def check_bytes(got: KVCachePool, layer: int, expected: KVCachePool) -> None:
     Raises:
         GateError: a buffer differs.
     """
-    for name in ("k_data", "k_scale", "v_data", "v_scale"):
+    for name in ("k_data", "k_scale", "k_first", "v_data", "v_scale", "v_first"):
         mine, right = getattr(got.layer(layer), name), getattr(expected.layer(0), name)
         if right is not None:
             _check_equal(name, mine, right)

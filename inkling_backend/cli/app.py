@@ -22,6 +22,7 @@ from inkling_backend.cli import plan as planner
 from inkling_backend.cli.accuracy import accuracy
 from inkling_backend.cli.model import read_model
 from inkling_backend.formats import parse_layer_recipes
+from inkling_backend.formats.layout import MOST_SINK_TOKENS
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -117,6 +118,9 @@ def plan(
         str | None,
         typer.Option(help="LAYERS:RECIPE,... like 0-1:mxfp8: as --inkling-layer-recipes."),
     ] = None,
+    sink_tokens: Annotated[
+        int, typer.Option(min=0, max=MOST_SINK_TOKENS, help="As --inkling-sink-tokens.")
+    ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Say how many tokens and requests fit, per recipe, against BF16 and FP8.
@@ -138,6 +142,7 @@ def plan(
                 mem_fraction=mem_fraction,
                 weight_bytes=None if weights_gib is None else int(weights_gib * 2**30),
                 layer_recipes=parse_layer_recipes(layer_recipes) if layer_recipes else None,
+                sink_tokens=sink_tokens,
             )
     except ModuleNotFoundError as error:
         typer.echo(missing(error, "plan"), err=True)

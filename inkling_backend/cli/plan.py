@@ -16,7 +16,7 @@ from inkling_backend.attention import reasons_against
 from inkling_backend.cli.model import ModelShape, PlanError, count_weights
 from inkling_backend.errors import UnknownNameError
 from inkling_backend.formats import RECIPES, Recipe
-from inkling_backend.formats.layout import DEFAULT_PAGE_SIZE, CacheLayout
+from inkling_backend.formats.layout import DEFAULT_PAGE_SIZE, CacheLayout, sink_bits
 
 # Memory that the driver reports as the card's total.
 GPU_MEMORY_MIB = {
@@ -114,6 +114,7 @@ def plan(
     mem_fraction: float = 0.88,
     weight_bytes: int | None = None,
     layer_recipes: Mapping[int, Recipe] | None = None,
+    sink_tokens: int = 0,
 ) -> Plan:
     """What fits on each of ``tp`` GPUs.
 
@@ -123,6 +124,7 @@ def plan(
         mem_fraction: share of the memory for weights and cache.
         weight_bytes: bytes of all weights; counted from the configuration if None.
         layer_recipes: of layers that have one of their own beside a quantized recipe.
+        sink_tokens: of every page of a quantized recipe (`CacheLayout.sink_tokens`).
 
     Raises:
         PlanError: the GPUs cannot share the heads, the context is longer than the model's, nothing
@@ -157,7 +159,9 @@ def plan(
             f"{memory_bytes * mem_fraction / 2**30:.1f} GiB: use a larger GPU or a larger --tp"
         )
     rows = [
-        _row(name, shape, tp, cache, context, {} if name in _WITHOUT_OTHERS else layer_recipes)
+        _row(name, shape, tp, cache, context, {}, 0)
+        if name in _WITHOUT_OTHERS
+        else _row(name, shape, tp, cache, context, layer_recipes, sink_tokens)
         for name in ORDER
     ]
     return Plan(rows, cache, weights, context, _notes(shape, rows))
@@ -170,13 +174,15 @@ def _row(
     cache: int,
     context: int,
     others: Mapping[int, Recipe],
+    sink_tokens: int,
 ) -> Row:
     heads, dims = max(1, shape.num_kv_heads // tp), (shape.head_dim, shape.v_head_dim)
     if name == FP8:
         bits, layer, per_token = 8.0, heads * sum(dims), heads * sum(dims) * shape.layers
     else:
         recipes = [others.get(i, RECIPES[name]) for i in range(shape.layers)]
-        bits = sum(recipe.bits_per_element for recipe in recipes) / len(recipes)
+        kept = sum(recipe.is_quantized for recipe in recipes) * sink_bits(sink_tokens)
+        bits = (sum(recipe.bits_per_element for recipe in recipes) + kept) / len(recipes)
         reasons = dict.fromkeys(
             reason
             for recipe in dict.fromkeys([RECIPES[name], *recipes])
@@ -195,8 +201,10 @@ def _row(
         )
         if reasons:
             return Row(name, bits, 0, 0, 0, reason="; ".join(reasons))
-        layer = CacheLayout(RECIPES[name].k, RECIPES[name].v, heads, *dims).bytes_per_token
-        per_token = sum(CacheLayout(r.k, r.v, heads, *dims).bytes_per_token for r in recipes)
+        most = RECIPES[name]
+        layout = CacheLayout(most.k, most.v, heads, *dims, sink_tokens=sink_tokens)
+        layer = layout.bytes_per_token
+        per_token = sum(layout.with_recipe(each).bytes_per_token for each in recipes)
     if not shape.window_pool:
         tokens = _whole_pages(cache // per_token)
         return Row(name, bits, per_token, tokens, tokens // context, layer_bytes=layer)

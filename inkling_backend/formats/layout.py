@@ -25,6 +25,21 @@ PAGE_SIZES = (32, 64, 128)
 DEFAULT_PAGE_SIZE = 128
 
 
+# How names of settings say ``sink_tokens``.
+SINKS = "sinksN"
+
+
+def parse_sinks(text: str) -> int:
+    """N of ``sinksN``, 1 to `MOST_SINK_TOKENS`; 0 of any other text."""
+    known = {SINKS.replace("N", str(n)): n for n in range(1, MOST_SINK_TOKENS + 1)}
+    return known.get(text, 0)
+
+
+def sink_bits(tokens: int, page_size: int = DEFAULT_PAGE_SIZE) -> float:
+    """Bits per element that the rows in BF16 of so many sink tokens of every page add."""
+    return 16 * tokens / page_size
+
+
 def page_size_reason(page_size: int) -> str:
     """Why a server cannot have pages of this size, and what to do."""
     return (

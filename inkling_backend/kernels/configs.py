@@ -250,11 +250,13 @@ def merge_tile(batch: int, q_heads: int, head_dim: int) -> tuple[int, int]:
 def extend_config(layout: CacheLayout) -> KernelConfig:
     """Extend: compute-bound; the largest tiles that spill no register on any architecture.
 
-    With wide heads that is 32 rows, and 32 tokens if both sides decode from 8-bit codes.
+    With wide heads that is 32 rows, and 32 tokens if both sides decode from 8-bit codes. Such codes
+    leave no registers on SM80 to load ahead beside the rows of sink tokens.
     """
-    if not _is_wide(layout):
-        return KernelConfig(64, 64, num_warps=8, num_stages=2)
     bytes_both = layout.k_format.element_bits == 8 and layout.v_format.element_bits == 8
+    if not _is_wide(layout):
+        stages = 1 if bytes_both and layout.sink_tokens else 2
+        return KernelConfig(64, 64, num_warps=8, num_stages=stages)
     return KernelConfig(32, 32 if bytes_both else 64, num_warps=8, num_stages=2)
 
 

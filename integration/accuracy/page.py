@@ -48,11 +48,13 @@ def page(model: dict[str, Any], made: dict[str, Any], layers: dict[str, Any]) ->
         "![Error of the attention output per layer and head](attention-error.svg)",
         "Settings are a base and transforms. `mxfp8` has queries in MXFP8 too "
         "(`--inkling-query-dtype mxfp8`), no other base has. "
-        "`+center` and `+rotate` (`--inkling-key-transform`) and `+fouroversix` "
-        "(`--inkling-nvfp4-scale`) and `+layers` (`--inkling-layer-recipes`) are served, `+sinks` "
-        "is simulated. KL of 4-bit settings moves by up to a tenth between runs that differ in a "
-        "few ties of rounding: smaller differences between them say nothing.",
+        "`+center` and `+rotate` (`--inkling-key-transform`), `+fouroversix` "
+        "(`--inkling-nvfp4-scale`), `+sinksN` (`--inkling-sink-tokens`) and `+layers` "
+        "(`--inkling-layer-recipes`) are served. KL of 4-bit settings moves by up to a tenth "
+        "between runs that differ in a few ties of rounding: smaller differences between them say "
+        "nothing.",
         "\n".join(f"- `+{name}`: {what}" for name, what in TRANSFORMS.items())
+        + "\n- `+sinksN`: the first N tokens of a sequence in BF16, in pages of 128 tokens"
         + "\n- `+layers(...)`: single layers in another recipe",
         _costliest(layers["rows"]),
         "## Goals",

@@ -38,7 +38,8 @@ def test_every_recipe_is_a_setting(recipe: str) -> None:
     [
         ("bf16", 16),
         ("fp8_per_tensor", 8),
-        ("k_mxfp8_v_nvfp4+sinks", 6.375),
+        ("k_mxfp8_v_nvfp4+sinks1", 6.375 + 16 / 128),
+        ("nvfp4+sinks4+layers(0-14:bf16)", (4.5 + 4 * 16 / 128 + 16) / 2),
         ("mxfp4_block32", 4.25),
     ],
 )
@@ -47,14 +48,14 @@ def test_bits(name: str, bits: float) -> None:
 
 
 def test_transforms() -> None:
-    setting = parse("nvfp4+center+rotate+fouroversix+sinks")
+    setting = parse("nvfp4+center+rotate+fouroversix+sinks4")
     assert setting.centers
     assert setting.rotates
-    assert setting.keeps_sinks
+    assert setting.sink_tokens == 4
     assert setting.recipe.k is setting.recipe.v is NVFP4_FOUR_OVER_SIX
     assert setting.base == "nvfp4"
     plain = parse("nvfp4")
-    assert not any((plain.centers, plain.rotates, plain.keeps_sinks))
+    assert not any((plain.centers, plain.rotates, plain.sink_tokens))
     assert plain.recipe.k is NVFP4
     mixed = parse("mxfp8-nvfp4+fouroversix")
     assert (mixed.name, mixed.recipe.v) == ("k_mxfp8_v_nvfp4+fouroversix", NVFP4_FOUR_OVER_SIX)
@@ -76,10 +77,18 @@ def test_layers_with_recipes_of_their_own() -> None:
         parse("nvfp4+layers()")
 
 
-@pytest.mark.parametrize("name", ["mxfp9", "nvfp4+turn", "nvfp4+layers", "nvfp4+", ""])
+@pytest.mark.parametrize(
+    "name", ["mxfp9", "nvfp4+turn", "nvfp4+layers", "nvfp4+sinks", "nvfp4+sinks9", "nvfp4+", ""]
+)
 def test_unknown_parts(name: str) -> None:
     with pytest.raises(UnknownNameError, match="known: "):
         parse(name)
+
+
+@pytest.mark.parametrize("base", ["bf16", "fp8_per_tensor"])
+def test_sink_tokens_need_block_scales(base: str) -> None:
+    with pytest.raises(AccuracyError, match=r"\+sinks2 goes with a base that has block scales"):
+        parse(f"{base}+rotate+sinks2")
 
 
 def test_four_over_six_needs_nvfp4() -> None:

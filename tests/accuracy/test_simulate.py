@@ -65,7 +65,7 @@ def test_a_layer_is_read_in_its_own_recipe() -> None:
 
 def test_sinks_are_exact() -> None:
     q, k, v = qkv()
-    _, seen_k, seen_v = CacheSimulation(parse("nvfp4+sinks")).read_back(0, q, k, v)
+    _, seen_k, seen_v = CacheSimulation(parse("nvfp4+sinks4")).read_back(0, q, k, v)
     for seen, rows in ((seen_k, k), (seen_v, v)):
         assert torch.equal(seen[:4], rows[:4].float())
         assert not torch.equal(seen[4:], rows[4:].float())

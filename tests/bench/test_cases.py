@@ -114,6 +114,19 @@ def test_blocks_scaled_to_four_or_six() -> None:
     assert case.bytes(recipe) == case.bytes(get_recipe("mxfp8-nvfp4"))
 
 
+def test_sink_tokens() -> None:
+    recipe, transforms = cases.parse_recipe("nvfp4+rotate+sinks2")
+    assert transforms == {"rotate", "sinks2"}
+    assert (HEADS.layout(recipe).sink_tokens, HEADS.layout(get_recipe("nvfp4")).sink_tokens) == (
+        2,
+        0,
+    )
+    with pytest.raises(cases.CaseError, match="goes with a base that has block scales"):
+        cases.parse_recipe("bf16+sinks2")
+    with pytest.raises(UnknownNameError, match="known: center, rotate, fouroversix, sinksN"):
+        cases.parse_recipe("nvfp4+sinks9")
+
+
 def test_bytes_of_store() -> None:
     case = make_case(cases.STORE, "8k", HEADS)
     assert case.bytes(get_recipe("bf16")) == 8192 * (4096 + 8 + 4096)

@@ -29,7 +29,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", [*RECIPE_NAMES, "mxfp8+center+rotate", "nvfp4+rotate"])
+@pytest.mark.parametrize("name", [*RECIPE_NAMES, "mxfp8+center+rotate", "nvfp4+rotate+sinks2"])
 @pytest.mark.parametrize("case", CASES)
 def test_every_operation_passes(case: str, name: str, device: torch.device) -> None:
     prepared = prepare(make_lab(device), parse_recipe(name)[0], CASES[case], rotate=False)

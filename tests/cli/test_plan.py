@@ -273,6 +273,19 @@ def test_layers_with_recipes_of_their_own(tmp_path: Path) -> None:
     assert rows["nvfp4"]["tokens"] < plain["nvfp4"]["tokens"]
 
 
+def test_sink_tokens(tmp_path: Path) -> None:
+    arguments = ("--model", str(write(tmp_path)), "--gpu", "h200", "--json")
+    plain = {row["recipe"]: row for row in json.loads(run(*arguments)[1])["recipes"]}
+    status, output, _ = run(*arguments, "--sink-tokens", "2", "--layer-recipes", "31:bf16")
+    assert status == 0
+    rows = {row["recipe"]: row for row in json.loads(output)["recipes"]}
+    assert [rows[name] for name in ("bf16", "fp8")] == [plain[name] for name in ("bf16", "fp8")]
+    # Two rows of 4096 bytes for every 128 tokens.
+    assert rows["nvfp4"]["bytes_per_token"] == 31 * (1152 + 64) + 4096
+    assert rows["nvfp4"]["bits_per_element"] == (31 * (4.5 + 0.25) + 16) / 32
+    assert run(*arguments, "--sink-tokens", "9")[0] == 2
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

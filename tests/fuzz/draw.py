@@ -101,7 +101,8 @@ def draw_model(rng: random.Random, limits: Limits) -> Model:
     k_dim = head_dim(k.block)
     v_dim = k_dim if k_dim % (v.block or 16) == 0 and rng.random() < 0.7 else head_dim(v.block)
     heads = rng.randint(1, limits.heads)
-    layout = CacheLayout(k, v, heads, k_dim, v_dim, rng.choice(PAGE_SIZES))
+    sinks = rng.choice((0, 0, 1, 2, 4, 8)) if k.block and v.block else 0
+    layout = CacheLayout(k, v, heads, k_dim, v_dim, rng.choice(PAGE_SIZES), sinks)
     features = [name for name in ("window", "softcap", "sinks") if rng.random() < 0.3]
     return Model(
         layout,
@@ -189,7 +190,15 @@ def strided(rng: random.Random, x: torch.Tensor) -> torch.Tensor:
 
 def fill(cache: LayerCache, byte: int | None) -> None:
     """Every byte of a cache; random ones for None."""
-    for buffer in (cache.k_data, cache.v_data, cache.k_scale, cache.v_scale):
+    buffers = (
+        cache.k_data,
+        cache.v_data,
+        cache.k_scale,
+        cache.v_scale,
+        cache.k_first,
+        cache.v_first,
+    )
+    for buffer in buffers:
         if buffer is not None:
             raw = buffer.view(torch.uint8)
             raw.random_(0, 256) if byte is None else raw.fill_(byte)
@@ -215,7 +224,26 @@ def refill_dead(world: World, byte: int | None) -> int:
             new = torch.randint(0, 256, where.shape, dtype=torch.uint8) if byte is None else byte
             flat = scale.view(-1)
             flat[where] = new.to(flat.device) if isinstance(new, torch.Tensor) else new
+    _refill_dead_sinks(world, byte)
     return len(slots)
+
+
+def _refill_dead_sinks(world: World, byte: int | None) -> None:
+    """The same in every row of sink tokens that is not one of a request's first page."""
+    layout = world.layout
+    for rows in (world.cache.k_first, world.cache.v_first):
+        if rows is None:
+            continue
+        held = []
+        for b, length in enumerate(world.lens):
+            if length:
+                page = int(slots_of(world, b)[0]) // layout.page_size
+                held.append((page, slice(0, min(length, layout.sink_tokens))))
+        kept = [rows[where].clone() for where in held]
+        raw = rows.view(torch.uint8)
+        raw.random_(0, 256) if byte is None else raw.fill_(byte)
+        for where, values in zip(held, kept, strict=True):
+            rows[where] = values
 
 
 def draw_world(
@@ -236,6 +264,7 @@ def draw_world(
         dtype=model.dtype,
         # Two sizes alone: kernels are compiled for each.
         max_context=512 if max(lens, default=0) <= 512 else 4096,
+        sink_tokens=layout.sink_tokens,
     )
     fill(world.cache, rng.choice(GARBAGE))
     for scale in (world.cache.k_global, world.cache.v_global):

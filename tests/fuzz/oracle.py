@@ -12,8 +12,7 @@ import torch
 
 from inkling_backend.attention import LayerAttention
 from inkling_backend.kernels.configs import SplitRule
-from inkling_backend.reference.gather import gather
-from tests.attention.world import World, slots_of
+from tests.attention.world import World, rows_of, slots_of
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 # A sum of float32 products in any order, by tensor cores too, of at most 256 of them.
@@ -55,7 +54,7 @@ def expect(
         return Expected(zero, zero, zero.bool(), zero.bool())
     slots = slots_of(world, request)
     q = q.cpu().double()
-    k, v = (gather(slots, world.cache, side, torch.float32).cpu().double() for side in ("k", "v"))
+    k, v = (rows_of(world, slots, side).cpu().double() for side in ("k", "v"))
     k, v = (x.repeat_interleave(world.group, dim=1) for x in (k, v))
     distance = positions[:, None] - torch.arange(length)
     hidden = distance < 0 if layer.causal else distance < -length

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from inkling_backend.attention import LayerAttention
+from inkling_backend.formats import Query
 from inkling_backend.formats.layout import CacheLayout
 from inkling_backend.kernels import store as store_kernels
 from inkling_backend.kernels.stage import stage
@@ -176,6 +177,17 @@ def test_extend_reads_them(feature: str, device: torch.device) -> None:
     assert world.cache.v_first is not None
     world.cache.v_first[:] = torch.randn_like(world.cache.v_first)
     check_extend(world, query, [5, 66], run_extend(world, query, [5, 66], layer=layer), layer)
+
+
+def test_extend_has_the_same_bits_in_every_chunk(device: torch.device) -> None:
+    world = make_world([70], device, k="nvfp4", kv_heads=1, group=1, sink_tokens=4)
+    query = world.queries(70)
+    whole, first = run_extend(world, query, [70]), 0
+    for stop in (3, 64, 70):
+        part = Query(query.data[first:stop])
+        chunk = run_extend(world, part, [stop - first], seq_lens=[stop])
+        assert torch.equal(chunk, whole[first:stop])
+        first = stop
 
 
 def test_copies_have_them(device: torch.device) -> None:

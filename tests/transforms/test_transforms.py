@@ -7,11 +7,9 @@ import torch
 
 from inkling_backend.errors import InvalidTensorError
 from inkling_backend.transforms import (
-    SINK_TOKENS,
     KeyTransform,
     PoolCenters,
     center_of,
-    keep_sinks,
     rotate,
 )
 
@@ -136,12 +134,3 @@ def test_no_transform_is_the_identity() -> None:
     x = torch.randn(3, 2, 16).bfloat16()
     assert torch.equal(KeyTransform().key(x), x.float())
     assert torch.equal(KeyTransform().query(x), x.float())
-
-
-def test_sinks_keep_the_first_tokens_of_a_sequence() -> None:
-    stored, exact = torch.zeros(8, 2, 16), torch.randn(8, 2, 16)
-    positions = torch.tensor([0, 1, 2, 3, 4, 5, 2, 900])
-    kept = keep_sinks(stored, exact, positions)
-    first = positions < SINK_TOKENS
-    assert torch.equal(kept[first], exact[first].bfloat16().float())
-    assert torch.equal(kept[~first], stored[~first])
