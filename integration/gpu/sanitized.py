@@ -6,6 +6,7 @@ python -m integration.gpu.sanitized --recipe mxfp8
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 import torch
 
@@ -28,11 +29,12 @@ def run_recipe(recipe: Recipe, device: torch.device) -> int:
     for head_dim, group in SHAPES:
         layout = CacheLayout(recipe.k, recipe.v, 2, head_dim, head_dim, PAGE)
         sinks = torch.zeros(2 * group, dtype=torch.bfloat16, device=device)
-        for layer in (
-            LayerAttention(0.1),
-            LayerAttention(0.1, window=40, softcap=5.0, sinks=sinks),
+        first = replace(layout, sink_tokens=3 if recipe.is_quantized else 0)
+        for layer, pages in (
+            (LayerAttention(0.1), first),
+            (LayerAttention(0.1, window=40, softcap=5.0, sinks=sinks), layout),
         ):
-            calls += _run(recipe, layout, group, layer, device)
+            calls += _run(recipe, pages, group, layer, device)
     return calls
 
 
