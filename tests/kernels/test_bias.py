@@ -59,6 +59,20 @@ def test_decode(k: str, v: str, window: int | None, device: torch.device) -> Non
         check(world, query, [1] * 4, out, replace(layer, bias=None))
 
 
+@pytest.mark.parametrize("q_lens", [[1, 1], [9, 65]], ids=["decode", "extend"])
+def test_over_sink_tokens(q_lens: list[int], device: torch.device) -> None:
+    world = make_world([9, 70], device, k="nvfp4", v="kvfp4", sink_tokens=3)
+    rows = sum(q_lens)
+    query, layer = world.queries(rows), biased(world, rows, 80)
+    if max(q_lens) == 1:
+        out = run_decode(world, query, layer=layer)
+    else:
+        out = run_extend(world, query, q_lens, layer=layer)
+    check(world, query, q_lens, out, layer)
+    with pytest.raises(AssertionError, match="error"):
+        check(world, query, q_lens, out, replace(layer, bias=None))
+
+
 @pytest.mark.parametrize(("k", "v", "window"), CASES)
 def test_extend(k: str, v: str, window: int | None, device: torch.device) -> None:
     q_lens = [40, 1, 0, 65]
