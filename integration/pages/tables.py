@@ -18,7 +18,9 @@ CHOICE = {
     "bf16": "as the control",
     "mxfp8": "always; {mxfp8_q_mxfp8:.2f} with `--inkling-query-dtype mxfp8`",
     "mxfp8-nvfp4": "for more context at about the same cost",
-    "nvfp4": "where memory decides, after measuring your model",
+    "nvfp4": "where memory decides, after measuring your model; "
+    "{nvfp4+center+rotate+fouroversix+sinks1:.2f} with "
+    "[three flags and an eighth of a bit](#the-first-tokens-in-bf16)",
     "kvfp4": "where E8M0 scales are wanted",
     "mxfp4": "where it must be OCP's MXFP4, with `--inkling-key-transform rotate`",
 }
