@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ QUICK_RECIPES = ("mxfp8", "nvfp4")
 PROMPT_TOKENS = 8192
 _SECONDS = 420
 _MEASURE = "inkling_backend.engines.sglang.measure"
+_EXCEPTION = re.compile(r"[\w.]*(?:Error|Exception)\b")
 
 Say = Callable[[str], None]
 Emit = Callable[[Row], None]
@@ -142,7 +144,10 @@ def measure(
         if status != 0:
             log.seek(0)
             lines = [text for text in log.read().splitlines() if text.strip()]
-            raise RuntimeError(f"the engine ended with status {status}: " + " | ".join(lines[-3:]))
+            # The engine has more to say after what it died of.
+            errors = [text for text in lines if _EXCEPTION.match(text)]
+            said = " | ".join(errors[-1:] or lines[-3:])
+            raise RuntimeError(f"the engine ended with status {status}: {said}")
 
 
 def _end(process: subprocess.Popen[str]) -> None:

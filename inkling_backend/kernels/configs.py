@@ -247,16 +247,20 @@ def merge_tile(batch: int, q_heads: int, head_dim: int) -> tuple[int, int]:
     return max(n for n in range(1, q_heads + 1) if q_heads % n == 0 and n <= most), columns
 
 
-def extend_config(layout: CacheLayout) -> KernelConfig:
+def extend_config(layout: CacheLayout, *, biased: bool = False) -> KernelConfig:
     """Extend: compute-bound; the largest tiles that spill no register on any architecture.
 
     With wide heads that is 32 rows, and 32 tokens if both sides decode from 8-bit codes. Such codes
-    leave no registers on SM80 to load ahead beside the rows of sink tokens.
+    leave no registers on SM80 to load ahead beside the rows of sink tokens. A relative bias takes
+    as many registers as logits do.
+
+    Args:
+        biased: whether logits have a relative bias.
     """
     bytes_both = layout.k_format.element_bits == 8 and layout.v_format.element_bits == 8
     if not _is_wide(layout):
         stages = 1 if bytes_both and layout.sink_tokens else 2
-        return KernelConfig(64, 64, num_warps=8, num_stages=stages)
+        return KernelConfig(32 if biased else 64, 64, num_warps=8, num_stages=stages)
     return KernelConfig(32, 32 if bytes_both else 64, num_warps=8, num_stages=2)
 
 

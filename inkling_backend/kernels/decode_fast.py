@@ -43,7 +43,7 @@ from inkling_backend.kernels.configs import (
     persistent_programs,
 )
 from inkling_backend.kernels.decode import DecodeCall, decode_case
-from inkling_backend.kernels.decode_redo import decode_redo
+from inkling_backend.kernels.decode_redo import decode_redo, redo_case
 from inkling_backend.kernels.first_tokens import first_tokens
 from inkling_backend.kernels.launch import places_next, wait_for_previous
 from inkling_backend.kernels.plan import load_record
@@ -396,4 +396,5 @@ def compile_cases() -> Iterator[CompileCase]:
         }
         constants = _constants(config) | {"EARLY": True}
         case = decode_case(_decode_fast_kernel, example, config, constants, **words)
-        yield replace(case, capability=ASYNC_TILES_CAPABILITY)
+        for each in (case, redo_case(example)):
+            yield replace(each, capability=ASYNC_TILES_CAPABILITY)

@@ -8,12 +8,10 @@ Nothing to do is the rule, and costs a launch that ends at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import triton
 import triton.language as tl
 
-from inkling_backend.kernels.arguments import examples
+from inkling_backend.kernels.arguments import Example
 from inkling_backend.kernels.codec import load_query
 from inkling_backend.kernels.compile_case import CompileCase
 from inkling_backend.kernels.configs import (
@@ -188,9 +186,8 @@ def decode_redo(call: DecodeCall) -> None:
     )
 
 
-def compile_cases() -> Iterator[CompileCase]:
-    """What launches of this module compile to, over `arguments.examples`."""
-    for example in examples():
-        config = decode_config(example.rows, example.layout)
-        constants = _constants(config) | {"EARLY": False}
-        yield decode_case(_decode_redo_kernel, example, config, constants)
+def redo_case(example: Example) -> CompileCase:
+    """What a launch compiles to after one of `decode_fast` for the same example."""
+    config = decode_config(example.rows, example.layout)
+    constants = _constants(config) | {"EARLY": False}
+    return decode_case(_decode_redo_kernel, example, config, constants)

@@ -239,7 +239,7 @@ def extend(
     """
     layout = cache.layout
     group = query.data.shape[1] // layout.num_kv_heads
-    config = extend_config(layout)
+    config = extend_config(layout, biased=layer.bias is not None)
     tiles = -(-max_q_len * group // config.block_m)
     _extend_kernel[(tiles * batch * layout.num_kv_heads,)](
         *cache_arguments(query, cache),
@@ -262,7 +262,7 @@ def compile_cases() -> Iterator[CompileCase]:
     """What launches of this module compile to, over `arguments.examples`."""
     every = (*examples(), *biased_examples())
     for example in (each for each in every if each.q_len == 1):
-        config = extend_config(example.layout)
+        config = extend_config(example.layout, biased=example.biased)
         signature = {
             **dict.fromkeys(("page_table_ptr", "seq_lens_ptr", "qo_indptr_ptr"), "*i32"),
             "out_ptr": f"*{example.dtype}",

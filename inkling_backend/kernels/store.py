@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from inkling_backend.errors import InvalidTensorError
-from inkling_backend.formats import RECIPES, get_format
+from inkling_backend.formats import RECIPES, Recipe, get_format
 from inkling_backend.formats.layout import CacheLayout, LayerCache
 from inkling_backend.formats.query import Query
 from inkling_backend.kernels.arch import (
@@ -339,8 +339,8 @@ def _query_buffers(q: torch.Tensor, q_out: Query | None, quantize: bool) -> Quer
 
 
 def compile_cases() -> list[CompileCase]:
-    """Every recipe, NVFP4 by both rules: few tokens at a padded head dim, many at the largest; one
-    with sink tokens."""
+    """Every recipe, NVFP4 by both rules: few tokens at a padded head dim, many at the largest,
+    where keys are transformed if the recipe takes that; one with sink tokens."""
     recipes = [*RECIPES.values()]
     recipes += [recipe.with_four_over_six() for recipe in recipes if recipe.has_nvfp4]
     shapes = (
@@ -361,9 +361,15 @@ def compile_cases() -> list[CompileCase]:
         )
         for recipe in recipes
         for head_dim, few, oldest in shapes
-        for transforms in (False, True)
-        if not transforms or recipe.k.name not in ("kvfp4", "bf16")
+        for transforms in _transforms(recipe, head_dim)
     ]
+
+
+def _transforms(recipe: Recipe, head_dim: int) -> tuple[bool, ...]:
+    """Whether keys are transformed in the cases of a recipe; the most registers at 256."""
+    if recipe.k.name in ("kvfp4", "bf16"):
+        return (False,)
+    return (True,) if head_dim == 256 else (False, True)
 
 
 def _compile_case(

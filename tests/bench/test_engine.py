@@ -80,6 +80,21 @@ def test_a_failed_recipe_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said == ["engine with inkling nvfp4: no memory"]
 
 
+def test_an_engine_is_told_to_have_died_of_its_error(tmp_path: Path) -> None:
+    (tmp_path / "dying.py").write_text(
+        "import sys\n"
+        "print('Traceback', '  File x', 'IndexError: out of range', 'a', 'b', 'c', sep='\\n',"
+        " file=sys.stderr)\n"
+        "sys.exit(3)\n"
+    )
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(RuntimeError, match="ended with status 3: IndexError: out of range$"),
+    ):
+        patch.setenv("PYTHONPATH", str(tmp_path))
+        list(engine.measure({}, module="dying"))
+
+
 def test_a_hanging_engine_is_ended() -> None:
     job = {"engine": {}, "shapes": [], "sleep": True}
     start = time.monotonic()
