@@ -114,7 +114,7 @@ for name in FORMATS:
     fmt = get_format(name)
     scale = torch.ones(()) if fmt.has_global_scale else None
     y = fmt.dequantize(fmt.quantize(x, scale), scale)
-    assert y.shape == x.shape and 0 < (y - x).abs().max() < 0.6, name
+    assert y.shape == x.shape and 0 < (y - x).abs().max() <= x.abs().max() / 4, name
 codes = inkling_backend.to_mxfp8(x.to(torch.bfloat16))
 print(inkling_backend.__file__)
 """
