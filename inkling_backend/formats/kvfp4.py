@@ -1,25 +1,11 @@
-"""KVFP4: E2M1 elements with ties away from zero, one E8M0 scale per 16 neighbours.
-
-E2M1 has no NaN. A block that holds a NaN or an infinity gets zero codes and the NaN scale, so all
-of its 16 elements, and none outside it, read back as NaN.
-"""
+"""KVFP4: E2M1 elements with ties away from zero, one E8M0 scale per 16 neighbours."""
 
 from __future__ import annotations
 
 import torch
 
-from inkling_backend.formats.elements import (
-    E2M1_MAX,
-    E8M0_NAN,
-    decode_e2m1_packed,
-    decode_e8m0,
-    encode_e2m1,
-    encode_e8m0,
-    finite_or_zero,
-    is_finite,
-    pack_nibbles,
-    to_blocks,
-)
+from inkling_backend.formats.e2m1_e8m0 import dequantize_blocks, quantize_blocks
+from inkling_backend.formats.elements import E2M1_MAX, encode_e8m0
 from inkling_backend.formats.spec import Format, Quantized, ScaleOrder
 
 BLOCK = 16
@@ -29,21 +15,16 @@ ZERO_BLOCK_BYTE = 94
 
 def quantize(x: torch.Tensor, global_scale: torch.Tensor | None = None) -> Quantized:
     """``[..., D]`` -> data ``[..., D / 2]``, scale ``[..., D / 16]``; global_scale is not used."""
-    blocks = to_blocks(x, BLOCK)
-    amax = blocks.abs().amax(-1)
-    finite = is_finite(amax)
-    scale = encode_e8m0(finite_or_zero(amax), E2M1_MAX, ZERO_BLOCK_BYTE)
-    magnitude = blocks.abs() / decode_e8m0(scale)[..., None]
-    codes = encode_e2m1(magnitude, blocks < 0, ties_to_even=False)
-    codes = torch.where(finite[..., None], codes, 0)
-    return Quantized(pack_nibbles(codes.flatten(-2)), torch.where(finite, scale, E8M0_NAN))
+    return quantize_blocks(x, BLOCK, _scale_of, ties_to_even=False)
 
 
 def dequantize(q: Quantized, global_scale: torch.Tensor | None = None) -> torch.Tensor:
     """Inverse of `quantize`: float32 ``[..., D]``; NaN where the scale is NaN."""
-    assert q.scale is not None
-    values = decode_e2m1_packed(q.data).unflatten(-1, (q.scale.shape[-1], BLOCK))
-    return (values * decode_e8m0(q.scale)[..., None]).flatten(-2)
+    return dequantize_blocks(q)
+
+
+def _scale_of(amax: torch.Tensor) -> torch.Tensor:
+    return encode_e8m0(amax, E2M1_MAX, ZERO_BLOCK_BYTE)
 
 
 KVFP4 = Format(

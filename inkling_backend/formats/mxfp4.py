@@ -4,27 +4,14 @@ The rule of the OCP Microscaling Formats (MX) Specification v1.0, section 6.3: t
 is that of the block's largest magnitude less E2M1's largest exponent, 2. So the largest element is
 at most 8 over the scale, and what is above 6 saturates there. A scale below E8M0's range is its
 smallest, 2^-127, which is the scale of a block of zeros, too.
-
-E2M1 has no NaN. A block that holds a NaN or an infinity gets zero codes and the NaN scale, so all
-of its 32 elements, and none outside it, read back as NaN.
 """
 
 from __future__ import annotations
 
 import torch
 
-from inkling_backend.formats.elements import (
-    E2M1_EXPONENT,
-    E8M0_NAN,
-    decode_e2m1_packed,
-    decode_e8m0,
-    encode_e2m1,
-    finite_or_zero,
-    floor_e8m0,
-    is_finite,
-    pack_nibbles,
-    to_blocks,
-)
+from inkling_backend.formats.e2m1_e8m0 import dequantize_blocks, quantize_blocks
+from inkling_backend.formats.elements import E2M1_EXPONENT, floor_e8m0
 from inkling_backend.formats.spec import Format, Quantized, ScaleOrder
 
 BLOCK = 32
@@ -32,21 +19,16 @@ BLOCK = 32
 
 def quantize(x: torch.Tensor, global_scale: torch.Tensor | None = None) -> Quantized:
     """``[..., D]`` -> data ``[..., D / 2]``, scale ``[..., D / 32]``; global_scale is not used."""
-    blocks = to_blocks(x, BLOCK)
-    amax = blocks.abs().amax(-1)
-    finite = is_finite(amax)
-    scale = floor_e8m0(finite_or_zero(amax), E2M1_EXPONENT)
-    magnitude = blocks.abs() / decode_e8m0(scale)[..., None]
-    codes = encode_e2m1(magnitude, blocks < 0, ties_to_even=True)
-    codes = torch.where(finite[..., None], codes, 0)
-    return Quantized(pack_nibbles(codes.flatten(-2)), torch.where(finite, scale, E8M0_NAN))
+    return quantize_blocks(x, BLOCK, _scale_of, ties_to_even=True)
 
 
 def dequantize(q: Quantized, global_scale: torch.Tensor | None = None) -> torch.Tensor:
     """Inverse of `quantize`: float32 ``[..., D]``; NaN where the scale is NaN."""
-    assert q.scale is not None
-    values = decode_e2m1_packed(q.data).unflatten(-1, (q.scale.shape[-1], BLOCK))
-    return (values * decode_e8m0(q.scale)[..., None]).flatten(-2)
+    return dequantize_blocks(q)
+
+
+def _scale_of(amax: torch.Tensor) -> torch.Tensor:
+    return floor_e8m0(amax, E2M1_EXPONENT)
 
 
 MXFP4 = Format(
