@@ -44,7 +44,7 @@ wheel: env
 	$(PYTEST) tests/test_package.py
 
 integration: model
-	$(PYTEST) integration -n auto --dist loadfile
+	$(PYTEST) integration
 
 pages: env
 	$(PY) -m integration.pages

@@ -9,19 +9,9 @@ from pathlib import Path
 import pytest
 
 from integration.engine import RealEngine
-from integration.launch import RECIPES, has_gpu, options
+from integration.launch import RECIPES, options
 from integration.model import DEFAULT_OUT, prepare
 from integration.probe import Probe
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
-    """How many files run side by side with ``-n auto``.
-
-    Most of the time engines import themselves, partly in one process, partly in several: two at a
-    time fill two cores. On a GPU an engine wants the memory for itself.
-    """
-    return 1 if has_gpu() else min(2, os.cpu_count() or 1)
 
 
 @pytest.fixture(scope="session")
