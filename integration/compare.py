@@ -41,7 +41,8 @@ def steps_of(answer: dict[str, Any]) -> list[Step]:
     """The steps of one answer of the engine that was asked for `TOP` log-probabilities."""
     tokens, tops = answer["output_ids"], answer["meta_info"]["output_top_logprobs"]
     if retracted(answer):
-        # SGLang 0.5.17 sends none for the first token if it retracts a request before that.
+        # Seen of SGLang 0.5.17: fewer than tokens. By its sources the first is lost where it
+        # retracts a request before its first token.
         tops = [()] * (len(tokens) - len(tops)) + tops
     return [
         Step(token, {each: logprob for logprob, each, *_ in top})
